@@ -10,8 +10,11 @@ from msgspec import Meta
 
 from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
 
-POOLINGS = ("last",)
-"""What the embedding of a prompt is: the hidden state, behind the final norm, of its last token."""
+POOLINGS = ("last", "mean", "cls")
+"""What the embedding of a prompt is made of: the hidden state, behind the final norm, of its last token, the mean of
+those of all tokens, or that of the first."""
+DENSE = "+dense"
+"""What a pooling ends with where its vector goes through the checkpoint's `Dense` modules."""
 JUDGED = "judged"
 """The pooling that sends, in place of an embedding, the logits of `SamplingParams.allowed_token_ids` behind the last
 token."""
@@ -96,13 +99,18 @@ class SamplingParams(Message, frozen=True):
     version is below `contracts.messages.stream_frames.ADAPTERS_SINCE` would leave it out: it is given no such
     request."""
     pooling: Annotated[str, Meta(max_length=16)] = ""
-    """How the prompt's embedding is made, one of `POOLINGS` or `JUDGED`; nothing is drawn then, as `max_tokens` is 0.
-    Empty: none is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE` or later know it, and
-    of `JUDGED_SINCE` the latter."""
+    """How the prompt's embedding is made, one of `POOLINGS`, perhaps with `DENSE`, or `JUDGED`; nothing is drawn then,
+    as `max_tokens` is 0. Empty: none is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE`
+    or later know it, of `JUDGED_SINCE` the last, and of `POOLINGS_SINCE` all but ``last``."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def pools_all(self) -> bool:
+        """Whether the embedding is made of other hidden states than the last token's, so that none may be skipped."""
+        return self.pooling.removesuffix(DENSE) in ("mean", "cls")
 
 
 class TokenLogprob(Message, frozen=True):

@@ -6,7 +6,8 @@ position), so a draft that equals what is drawn in its place has saved a step, a
 arithmetic: drafts change how fast an answer comes, and never a token of it.
 
 What was computed for a draft that is rejected lies behind the committed positions: nobody hashes, shares or sends it,
-and the next step writes over it. Recurrent states can't be had so, as every position is folded into them.
+and the next step writes over it. Recurrent states are the same within a block of positions, but a whole block is folded
+into one matrix: so a row's drafts end before its block does, and where no snapshot of the state is taken.
 
 How many drafts a request has follows from what they gain. A step of `n` positions takes about `a + b n` seconds, and
 proposing `d` tokens `c d`; how often a draft of each place is drawn that follows drawn ones is counted by request. So
@@ -29,14 +30,14 @@ from weakref import WeakKeyDictionary
 
 from msgspec import structs
 
-from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import DecodeConfig
-from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.request import DecodeRequest
 from twinpool.decode.request_pages import DecodePages
+from twinpool.engine.attention.attention_backend import undoable_positions
 from twinpool.engine.layers.decoder import FEATURES
 from twinpool.engine.runner.batch import DraftRow, TokenDraw
 from twinpool.engine.runner.model_runner import ModelRunner
@@ -189,23 +190,11 @@ def make_drafter(config: DecodeConfig, engine: ModelRunner, pages: DecodePages) 
 
 
 def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
-    """`config` with ``auto`` of `decode.speculation` made what a model with these pools can have. Raises `ConfigError`
-    where it asks for drafts that the model can't have."""
-    recurrent = any(pool.kind is PoolKind.STATE for pool in spec.pools)
+    """`config` with ``auto`` of `decode.speculation` made what a model with these pools has."""
+    if config.speculation != "auto":
+        return config
     model = any(buffer.name == FEATURES for buffer in spec.full.buffers)
-    if recurrent and model:
-        raise ConfigError(
-            "engine.draft_model: a draft that is rejected can't be taken out of the recurrent states of this model; "
-            "leave it empty"
-        )
-    if config.speculation == "auto":
-        return replace(config, speculation="off" if recurrent else "draft_model" if model else "prompt_lookup")
-    if recurrent and config.speculation != "off":
-        raise ConfigError(
-            f"decode.speculation={config.speculation}: a draft that is rejected can't be taken out of the recurrent "
-            "states of this model; set decode.speculation=auto or off"
-        )
-    return config
+    return replace(config, speculation="draft_model" if model else "prompt_lookup")
 
 
 class StepTimes:
@@ -290,7 +279,7 @@ class Drafting:
         clock: Clock,
         drafter: Drafter | None = None,
     ) -> None:
-        """`drafter`: None: the one that `config` asks for. Raises `ConfigError` where the model can't have drafts."""
+        """`drafter`: None: the one that `config` asks for."""
         self._config = config = with_speculation(config, pages.manager.spec)
         self._pages, self._drafter, self._clock = pages, drafter or make_drafter(config, engine, pages), clock
         self.times = StepTimes()
@@ -377,6 +366,7 @@ class Drafting:
             # The last token of the longest answer is computed by no step.
             pays = verdict.most(request)
             most = min(budget, self._config.drafts, pays, request.positions - request.planned - 1)
+            most = self._undoable(request.planned, most)
             request.undrafted += not pays
             if request.under_way or most <= 0:
                 continue
@@ -394,6 +384,16 @@ class Drafting:
             budget -= most
         for (request, most), draft in zip(wanted, self._proposed(wanted) if wanted else (), strict=True):
             request.drafts = self._fitting(request, tuple(draft[:most]))
+
+    def _undoable(self, start: int, most: int) -> int:
+        """How many of `most` drafts a row may have that begins at `start`: as many as its recurrent states can do
+        without again."""
+        if not self._pages.manager.running.stateful:
+            return most
+        most, page_tokens = min(most, undoable_positions(start)), self._pages.manager.spec.page_tokens
+        while most > 0 and (start + 1 + most) % page_tokens == 0:
+            most -= 1
+        return most
 
     def _took(self, verdict: StepVerdict, *, tried: bool) -> None:
         """Count a step by its verdict; `tried`: whether it has one of those that have a draft even where none pays."""

@@ -239,6 +239,12 @@ NOTES = {
         C, "grows and doesn't fall: decode takes nothing: look at its pages and at the links"
     ),
     "twinpool_worker_steps": Note(C, "doesn't grow while it has requests: the worker is stuck"),
+    "twinpool_worker_shared_steps": Note(
+        C, "`none` is the larger part on one worker of a group: it has few requests and computes for the others"
+    ),
+    "twinpool_worker_shared_steps_idle_rows": Note(
+        C, "fast on one worker: steps take as long as those of its group with more rows"
+    ),
     "twinpool_preemptions": Note(C, "grows: prompts beyond prefill's pages; more `cache.device_tokens`, or workers"),
     "twinpool_breaker_state": Note(
         R, "above 0: the worker, or the network to it, fails requests; its log, then restart or drain it"

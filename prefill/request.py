@@ -32,7 +32,7 @@ from twinpool.contracts.messages.worker_events import Embedding, Event, LegRepor
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.layers.picture_encoder import PictureEncoder, PlacedRows
-from twinpool.engine.runner.batch import DrawnToken, StepHandle, TurnedPlaces
+from twinpool.engine.runner.batch import DrawnToken, PromptPooling, StepHandle, TurnedPlaces
 from twinpool.worker.request_table import RequestPages, WorkerRequest
 
 
@@ -98,6 +98,8 @@ class PrefillRequest(WorkerRequest):
     """The prompt's pictures, each with all its positions."""
     looked_at: bool = False
     """Whether any of its pictures was begun."""
+    pooling: PromptPooling | None = None
+    """How its embedding is made of the positions that are computed from now on, where asked for."""
     embedding: tuple[float, ...] = ()
     """The prompt's embedding, once computed, where asked for."""
 
@@ -167,6 +169,11 @@ class PrefillRequest(WorkerRequest):
         return self.submit.sampling.prompt_logprobs is not None and not self.submit.emitted
 
     @property
+    def wants_all(self) -> bool:
+        """Whether something of every position is asked for, so that all are computed."""
+        return self.wants_scores or self.submit.sampling.pools_all
+
+    @property
     def wants_draw(self) -> bool:
         return self.submit.sampling.max_tokens > 0 and self.first is None
 
@@ -194,6 +201,7 @@ class PrefillRequest(WorkerRequest):
         """Set all lengths to `positions`: their state is there to start with."""
         self.committed = self.launched = self.planned = self.shared = positions
         self.awaited = 0
+        self.pooling = PromptPooling.of(self.submit.sampling, len(self.tokens))
 
     def step(self, event: PrefillEvent) -> None:
         self.phase = PHASES.next(self.phase, event)
@@ -252,8 +260,9 @@ class PrefillPages(RequestPages):
         self.counters = {"prompt_tokens_cached": 0.0}
 
     def reusable(self, request: PrefillRequest) -> int:
-        """Return how many leading pages may come from the tree: the last token is computed, and every scored one."""
-        return (len(request.tokens) - 1) // self.page_tokens if self.reuse and not request.wants_scores else 0
+        """Return how many leading pages may come from the tree: the last token is computed, and every scored or pooled
+        one."""
+        return (len(request.tokens) - 1) // self.page_tokens if self.reuse and not request.wants_all else 0
 
     def placed(self, submit: Submit, requests: Iterable[PrefillRequest]) -> list[PlacedRows]:
         """Return a request's pictures with their positions. Raises `UnfitPictures` where they aren't those that its

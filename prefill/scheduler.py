@@ -34,7 +34,6 @@ import numpy as np
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.contracts.sampling_params import JUDGED
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.prefill.request import PrefillEvent, PrefillPages, PrefillPhase, PrefillRequest, launchable
@@ -414,9 +413,6 @@ class PrefillScheduler:
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.running.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
-        embed: Sequence[int] | None = None
-        if sampling.pooling and end == len(tokens):
-            embed = sampling.allowed_token_ids if sampling.pooling == JUDGED else ()
         return BatchRow(
             tokens[start:end],
             start,
@@ -426,7 +422,7 @@ class PrefillScheduler:
             top,
             pictures=request.pictured(start, end) if request.pictures else (),
             adapter=sampling.adapter,
-            embed=embed,
+            pooling=request.pooling,
             turned=request.turned,
         )
 

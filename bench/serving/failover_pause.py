@@ -3,7 +3,8 @@
 Streams with seeds of their own are answered once undisturbed. Then they are asked again, a worker is killed while they
 run, and each token is timed: a decode worker that holds running answers, or a prefill worker that computes prompts. A
 stream was struck if it needed another attempt; its pause ends with the token after the longest silence since the kill.
-Sampling is seeded and no grammar is involved, so every answer must be the undisturbed one, token by token.
+Sampling is seeded and no grammar is involved, so every answer must be the undisturbed one, token by token, and its
+log-probabilities bit for bit those of its replay: its prompt and tokens, computed as one prompt.
 
     python -m bench.serving.failover_pause --rounds 10 --json build/bench/failover.json
 """
@@ -38,13 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with serving(args.model, settings, ["--prefill", "2", "--decode", "2"]) as url:
             results = _both(url, load, args.rounds)
     print(headline())
-    for r in results:
-        figures = (
-            "-" if r.p50_ms is None else f"p50 {r.p50_ms:.0f} ms, p99 {r.p99_ms:.0f} ms, worst {r.worst_ms:.0f} ms"
-        )
-        print(f"{r.role}: {r.kills} killed, {r.struck} of {r.streams} streams struck: {figures}; same: {r.same_tokens}")
+    for result in results:
+        print(result.in_words())
     write_report(args, results=[asdict(r) for r in results])
-    return 0 if all(r.same_tokens for r in results) else 1
+    return 0 if all(r.same_tokens and r.replayed == r.logprobs for r in results) else 1
 
 
 def _both(url: str, load: Load, rounds: int) -> list[Result]:

@@ -24,16 +24,18 @@ from twinpool.contracts.checkpoint.quantization import Quantization, read_quanti
 from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind, rotated_for
 from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,
+    SINGLE,
     TensorHeader,
     digest_files,
     digest_samples,
+    read_file_headers,
     read_headers,
     read_json,
     read_tree,
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
-from twinpool.contracts.sampling_params import POOLINGS, WeightsVersion
+from twinpool.contracts.sampling_params import DENSE, POOLINGS, WeightsVersion
 
 GENERATION_CONFIG = "generation_config.json"
 MTP = "mtp"
@@ -57,7 +59,21 @@ HIDDEN = "hidden_size"
 """The key of `config.json` that says how long an embedding is."""
 JUDGE = "classifier_from_token"
 """The key of `config.json` with the two words of a reranker, as vLLM has it."""
-_WAYS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_WAYS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+"""The modules of sentence-transformers that are supported, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModule:
+    """A module `Dense` of sentence-transformers behind the pooling: a product, and perhaps a hyperbolic tangent."""
+
+    headers: Mapping[str, TensorHeader]
+    """Of ``linear.weight`` [outputs, inputs] and, with a bias, ``linear.bias`` [outputs]."""
+    inputs: int
+    outputs: int
+    bias: bool
+    tanh: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,13 @@ class Pooling:
     judge: tuple[str, str] | None = None
     """The two words, each a token, between which a reranker chooses for a pair of texts, that against it first; None:
     it is no reranker."""
+    dense: tuple[DenseModule, ...] = field(default=(), repr=False)
+    """What the pooled vector goes through, in order, before it is normalised."""
+
+    @property
+    def asked(self) -> str:
+        """How workers are asked for it (`SamplingParams.pooling`)."""
+        return self.way + (DENSE if self.dense else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +128,8 @@ class ModelSpec:
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
     quantization: Quantization = field(default=Quantization(), kw_only=True)
+    pooling: Pooling = field(default=Pooling(), kw_only=True)
+    """How it makes embeddings."""
     draft_model: str = field(default="", kw_only=True)
     """As `engine.draft_model`."""
     draft_head: ModelSpec | None = field(default=None, kw_only=True, repr=False)
@@ -250,6 +275,8 @@ def _spec(
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
     identity += rotated_for(config, served)
     pictures, blind = read_picture_spec(path, architecture) if headers else (None, "")
+    pooling = _sized(read_pooling(path), config.peek(HIDDEN))
+    identity += "".join(f"{one.tanh}{digest_samples(one.headers)}" for one in pooling.dense)
     return ModelSpec(
         path=path,
         name=_name_of(path),
@@ -268,6 +295,7 @@ def _spec(
         },
         quantization=quantization,
         pictures=pictures,
+        pooling=pooling,
         warnings=notes
         + ((blind,) if blind else ())
         + ((f"{path}: {quantization.note}",) if quantization.note else ())
@@ -388,9 +416,9 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 def read_pooling(path: Path) -> Pooling:
     """Read how a checkpoint's folder, or its GGUF file, makes embeddings, as the files of sentence-transformers beside
-    it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps a
-    normalisation. Without it: by the last token, normalised. Files that can't be read are a refusal: text is served
-    all the same."""
+    it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps
+    `Dense` modules and a normalisation. Without it: by the last token, normalised. Files that can't be read are a
+    refusal: text is served all the same."""
     modules, config = path / "modules.json", path / "config.json"
     try:
         words = read_json(config).get(JUDGE) if config.exists() else None
@@ -406,18 +434,63 @@ def _pooling(modules: Path) -> Pooling:
     listed = read_tree(modules)
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise CheckpointError(f"{modules} must hold a list of modules")
-    kinds = {str(one.get("type")).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
-    normalise = "Normalize" in kinds
-    if others := sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"}):
-        return Pooling(normalise=normalise, refusal=f"modules of it aren't supported: {', '.join(others)}")
-    if "Pooling" not in kinds:
-        return Pooling(normalise=normalise)
-    found = read_json(modules.parent / kinds["Pooling"] / "config.json")
-    chosen = [str(name) for name, value in found.items() if str(name).startswith("pooling_mode_") and value is True]
-    ways = [_WAYS.get(name, name) for name in chosen]
+    kinds = [str(one.get("type")).rpartition(".")[2] for one in listed]
+    folders = [modules.parent / str(one.get("path", "")) for one in listed]
+    pooling = Pooling(normalise="Normalize" in kinds)
+    if others := sorted(set(kinds) - {*_MODULES}):
+        return replace(pooling, refusal=f"modules of it aren't supported: {', '.join(others)}")
+    places = [_MODULES.index(kind) for kind in kinds]
+    if places != sorted(places) or any(kinds.count(kind) > 1 for kind in _MODULES if kind != "Dense"):
+        order = ", ".join(_MODULES)
+        return replace(pooling, refusal=f"its modules are {', '.join(kinds)}, and supported is the order {order}")
+    if "Pooling" in kinds:
+        pooling = _pooled_by(read_json(folders[kinds.index("Pooling")] / "config.json"), pooling)
+    dense = tuple(_dense(folder) for kind, folder in zip(kinds, folders, strict=True) if kind == "Dense")
+    return replace(pooling, dense=dense)
+
+
+def _pooled_by(found: Mapping[str, object], pooling: Pooling) -> Pooling:
+    """`pooling` with the way that a ``1_Pooling/config.json`` names, by the key of today or by the flags of before."""
+    named = found.get("pooling_mode")
+    if named is None:
+        flag = "pooling_mode_"
+        named = [key.removeprefix(flag) for key, on in found.items() if key.startswith(flag) and on is True] or "mean"
+    modes = [str(mode) for mode in named] if isinstance(named, list) else [str(named)]
+    ways = [_WAYS.get(mode, mode) for mode in modes]
     if len(ways) != 1 or ways[0] not in POOLINGS:
-        return Pooling(
-            normalise=normalise,
-            refusal=f"it pools by {' and '.join(ways) or 'nothing'}, not by {' or '.join(POOLINGS)}",
-        )
-    return Pooling(ways[0], normalise)
+        refusal = f"it pools by {' and '.join(ways) or 'nothing'}, not by one of {', '.join(POOLINGS)}"
+    elif ways[0] == "mean" and found.get("include_prompt") is False:
+        refusal = "it leaves prompts out of its mean (include_prompt), and texts come with theirs in one"
+    else:
+        return replace(pooling, way=ways[0])
+    return replace(pooling, refusal=refusal)
+
+
+def _sized(pooling: Pooling, hidden: object) -> Pooling:
+    """`pooling`, refused where its `Dense` modules don't take what comes to them: [hidden], then what each makes."""
+    given = [hidden, *(one.outputs for one in pooling.dense)][:-1]
+    taken = [one.inputs for one in pooling.dense]
+    if taken == given:
+        return pooling
+    return replace(pooling, dense=(), refusal=f"its Dense modules take {taken} numbers and are given {given}")
+
+
+def _dense(folder: Path) -> DenseModule:
+    """Read a module `Dense`, but for its tensors. Raises `CheckpointError`."""
+    config = JsonFields(folder / "config.json", read_json(folder / "config.json"))
+    activation = config.text("activation_function", "Tanh").rpartition(".")[2]
+    if activation not in ("Identity", "Tanh"):
+        raise config.refuse(f"activation_function {activation!r} is not supported; supported are Identity, Tanh")
+    inputs, outputs = config.size("in_features"), config.size("out_features")
+    vector = "sentence_embedding"
+    names = {config.text(key, vector) for key in ("module_input_name", "module_output_name")}
+    if names != {vector} or config.flag("use_residual"):
+        raise config.refuse(f"it must make {vector} of {vector}, without use_residual")
+    if not (folder / SINGLE).exists():
+        raise CheckpointError(f"{folder} has no {SINGLE}; weights of Dense are read from safetensors alone")
+    bias, headers = config.flag("bias", True), read_file_headers(folder / SINGLE)
+    wanted = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if bias else {})
+    shapes = {name: header.shape for name, header in headers.items()}
+    if shapes != wanted:
+        raise CheckpointError(f"{folder / SINGLE} has tensors {shapes}, and its config.json is of {wanted}")
+    return DenseModule(headers, inputs, outputs, bias, activation == "Tanh")

@@ -148,7 +148,7 @@ class DecodeConfig:
     """Whether a step's rows carry drafts of the tokens to come. prompt_lookup: what followed a request's latest tokens
     before, in its prompt or its answer. draft_model: what `engine.draft_model` predicts. Each is drawn as well, so
     answers come faster where drafts are right, and are the same. auto: draft_model where there is one, else
-    prompt_lookup; but off for models with recurrent states, which can have no drafts."""
+    prompt_lookup."""
     draft_tokens: int = 4
     """Drafts that a row carries, at most."""
     background_rows: int = 0

@@ -37,13 +37,13 @@ class PromptScores(Message, frozen=True, tag="prompt_scores"):
 
 
 class Embedding(Message, frozen=True, tag="embedding"):
-    """The embedding of a prompt, where it was asked for: the hidden state of its last token behind the final norm.
-    Prefill sends it once for a request."""
+    """The embedding of a prompt, where it was asked for, as `SamplingParams.pooling` says. Prefill sends it once for a
+    request."""
 
     request_id: RequestId
     attempt: Uint32
     vector: Annotated[tuple[Finite, ...], SOME]
-    """[hidden], float32s; not normalised."""
+    """[hidden], or of what the last `Dense` module makes of it: float32s, not normalised; the logits of a judgement."""
 
 
 class LegNote(Message, frozen=True):

@@ -125,9 +125,21 @@ BLOCK = 16
 the fewest rows that matrix units take."""
 
 
+def conv_positions(taps: int) -> int:
+    """How many positions a slot keeps the inputs of, of a convolution over `taps` positions before each: position p
+    has entry p modulo that many. They are those of a block, and what its first position reads, so a step within one
+    block overwrites nothing that the same positions would read if they were computed again."""
+    return BLOCK + taps
+
+
 @dataclass(frozen=True)
 class ScanState:
-    """One layer's buffers of a recurrence, float32. H heads in G groups; a group's heads share queries and keys."""
+    """One layer's buffers of a recurrence, float32. H heads in G groups; a group's heads share queries and keys.
+
+    A step reads what a block's positions before its own have left, and writes its own over whatever is there. So
+    positions of an unfinished block can be computed again, with other tokens: what is left of those that aren't, behind
+    a sequence's end, nobody reads.
+    """
 
     matrix: Tensor
     """[slots, H, key_dim, value_dim]: the matrix before the current block."""
@@ -171,6 +183,12 @@ def scan_buffers(
     return (*buffers, buffer("block_solved", here, heads, BLOCK, BLOCK)) if delta else buffers
 
 
+def undoable_positions(start: int) -> int:
+    """How many positions behind `start` a step may compute that may have to be computed again: those of the same block
+    but its last, with which the block is folded into the matrix."""
+    return max(0, BLOCK - 2 - start % BLOCK)
+
+
 class RecurrenceBackend(Protocol):
     """Causal convolutions and linear recurrences over slots."""
 
@@ -179,10 +197,11 @@ class RecurrenceBackend(Protocol):
     ) -> Tensor:
         """Compute a causal depthwise convolution: tap by tap in float32, rounded once.
 
-        `x_tc` is [T, channels]; `states` are buffers [slots, units, taps, width] in the dtype of `x_tc` whose
-        channels (units * width each) together are those of `x_tc`, and hold the `taps` inputs before each sequence's
-        rows; `weight_kc` is [taps + 1, channels], the last row for the position itself. Returns [T, channels] before
-        any activation, and writes each sequence's last inputs into its slot (zeros where the plan is muted).
+        `x_tc` is [T, channels]; `states` are buffers [slots, units, conv_positions(taps), width] in the dtype of `x_tc`
+        whose channels (units * width each) together are those of `x_tc`, and hold the `taps` inputs before each
+        sequence's rows; `weight_kc` is [taps + 1, channels], the last row for the position itself. Returns
+        [T, channels] before any activation, and writes each sequence's inputs into its slot, the last ones where they
+        are more than it holds (zeros where the plan is muted).
         """
 
     def scan(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -275,6 +275,13 @@ class Stage:
         return x_mh if self.number else ctx.ranks.receive(torch.empty_like(x_mh), self.count - 1)
 
 
+class DenseLayer(NamedTuple):
+    """A module `Dense` of sentence-transformers, in float32."""
+
+    product: RowExactLinear
+    tanh: bool
+
+
 @dataclass
 class Decoder:
     """A model's weights, or those of one stage, and the computation of one step with them."""
@@ -306,6 +313,8 @@ class Decoder:
     stage: Stage = Stage()
     mixtures: Sequence[Spread] = ()
     """The layers' mixtures of experts that workers share, in the order in which a step computes them."""
+    dense: Sequence[DenseLayer] = ()
+    """What embeddings go through where their checkpoint has such modules."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -389,18 +398,28 @@ class Decoder:
         return self.head
 
     def embeddings(self, x_nh: Tensor) -> Tensor:
-        """Compute the embeddings of prompts that end with some rows [n, hidden] of `forward`'s result: [n, hidden]
-        float32."""
+        """Compute the hidden states of some rows [n, hidden] of `forward`'s result, of which embeddings are made: those
+        behind the final norm, [n, hidden] float32."""
         with using(self.kernels):
             return self.norm(x_nh).float()
 
-    def _logits(self, normed_nh: Tensor, head: RowExactLinear, numerics: Numerics) -> Tensor:
-        rows = len(normed_nh)
-        padded = numerics.padded(rows)
-        if padded > rows:
-            normed_nh = torch.cat((normed_nh, normed_nh.new_zeros(padded - rows, normed_nh.shape[1])))
+    def projected(self, pooled_nh: Tensor, numerics: Numerics) -> Tensor:
+        """Bring pooled vectors, [n, hidden] float32, through the `dense` modules: [n, outputs] float32."""
+        for layer in self.dense:
+            pooled_nh = self._product(pooled_nh, layer.product, numerics)
+            pooled_nh = tanh(pooled_nh) if layer.tanh else pooled_nh
+        return pooled_nh
+
+    def _product(self, x_nk: Tensor, linear: RowExactLinear, numerics: Numerics) -> Tensor:
+        """The product of a few rows, [n, k], which are padded for it: [n, outputs] float32."""
+        rows = len(x_nk)
+        if (padded := numerics.padded(rows)) > rows:
+            x_nk = torch.cat((x_nk, x_nk.new_zeros(padded - rows, x_nk.shape[1])))
         with using(self.kernels):
-            logits_nv = numerics.linear(normed_nh, head)[:rows].float()
+            return numerics.linear(x_nk, linear)[:rows].float()
+
+    def _logits(self, normed_nh: Tensor, head: RowExactLinear, numerics: Numerics) -> Tensor:
+        logits_nv = self._product(normed_nh, head, numerics)
         if self.logits_scale != 1.0:
             logits_nv = logits_nv * self.logits_scale
         if self.logits_softcap:

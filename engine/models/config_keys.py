@@ -107,7 +107,7 @@ _LFM2 = {
     "use_pos_enc": "attention has rope",
     "theta": "rope_theta is read",
 }
-_MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
+_MTP = {"mtp_num_hidden_layers": "the tensors of the layer that predicts further tokens are looked for"}
 _COHERE = """
     layer_switch order_of_interleaved_layers position_embedding_type rotary_pct use_embedding_sharing
     use_gated_activation use_parallel_block cache_implementation
@@ -228,6 +228,8 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
     would change the arithmetic and isn't supported.
     """
     keys = KEYS.get(model, ConfigKeys())
+    if config.values.get("is_causal") is False:
+        raise config.refuse("is_causal false: a model that sees what follows can't generate, nor embed here")
     for key, only in keys.only.items():
         allowed = config.values.get(only.key) if isinstance(only, SameKey) else only
         if key in config and config.values[key] != allowed:

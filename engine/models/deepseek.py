@@ -28,7 +28,7 @@ from twinpool.engine.layers.mixers.mla import (
 from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
 from twinpool.engine.layers.moe.experts import CORRECTION, ExpertSizes, RouterRules, ScoreRouter, softmax
 from twinpool.engine.layers.rope import RopeTable
-from twinpool.engine.models.model_base import FULL_POOL, Model, StateOptions
+from twinpool.engine.models.model_base import FULL_POOL, Model, MtpNames, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights
 
 
@@ -48,7 +48,7 @@ class DeepseekV3(Model):
     """How many layers come before the first mixture, where `config.json` doesn't say."""
     scoring = "sigmoid"
     methods: tuple[str, ...] = ("noaux_tc",)
-    mtp = "model.layers.{}."
+    mtp = MtpNames()
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

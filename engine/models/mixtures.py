@@ -27,6 +27,7 @@ from twinpool.engine.layers.moe.experts import (
 from twinpool.engine.models.deepseek import deepseek_mixture
 from twinpool.engine.models.llama import Llama, Mistral
 from twinpool.engine.models.llama_kin import Ernie45, Granite, HunYuanDense
+from twinpool.engine.models.model_base import MtpNames
 from twinpool.engine.models.sliding_window import LayerKind, WindowModel, whole_window
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -112,7 +113,7 @@ class Glm4Moe(Llama):
     dense layers. The layer that predicts further tokens is used where `engine.draft_model` says so."""
 
     rope_share, usual_eps = 0.5, 1e-5
-    mtp = "model.layers.{}."
+    mtp = MtpNames()
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

@@ -18,6 +18,7 @@ from twinpool.engine.layers.decoder import (
     FEATURES,
     SANDWICH,
     Decoder,
+    DenseLayer,
     DraftLayer,
     Layer,
     LayerPlace,
@@ -62,6 +63,20 @@ class StateOptions:
     """The dtype that keys, values and latents are quantised to (`engine.attention.kv_quantization`); None: `dtype`."""
 
 
+@dataclass(frozen=True)
+class MtpNames:
+    """The names of the layer that predicts further tokens, by default DeepSeek's."""
+
+    below: str = "model.layers.{}."
+    """What all of them begin with, with the number of the model's layers in place of {}."""
+    layer: str = ""
+    """What those of the layer itself begin with, below that."""
+    joined: str = "eh_proj"
+    token_norm: str = "enorm"
+    feature_norm: str = "hnorm"
+    norm: str = "shared_head.norm"
+
+
 class Model(ABC):
     """One architecture with the numbers of one checkpoint. `__init__` raises `CheckpointError` for invalid ones."""
 
@@ -70,9 +85,9 @@ class Model(ABC):
     ties = False
     """Whether the head is the embedding where `config.json` doesn't say."""
     head_bias = False
-    mtp = ""
-    """The prefix of the tensors of the layer that predicts further tokens, with the number of layers in place of {};
-    empty: the architecture has none that is known here."""
+    mtp: MtpNames | None = None
+    """Where a checkpoint has the layer that predicts further tokens; None: the architecture has none that is known
+    here."""
 
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
@@ -83,7 +98,7 @@ class Model(ABC):
         self.tied = config.flag("tie_word_embeddings", self.ties)
         self.drafts = spec.draft_model == MTP
         """Whether the layer that predicts further tokens is used."""
-        if self.drafts and not self.mtp:
+        if self.drafts and self.mtp is None:
             raise config.refuse(
                 f"engine.draft_model={spec.draft_model}: no layer that predicts further tokens is known of "
                 f"{spec.architecture}; leave it empty"
@@ -192,17 +207,32 @@ class Model(ABC):
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             pictures = self.spec.pictures
             tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
-        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage)
+        return Decoder(
+            embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage,
+            dense=self.dense_modules(weights),
+        )  # fmt: skip
+
+    def dense_modules(self, weights: Weights) -> list[DenseLayer]:
+        """Build the modules that embeddings go through, in float32 whatever the model is computed in."""
+        layers = []
+        for module in self.spec.pooling.dense:
+            own = weights.of(replace(self.spec, headers=module.headers))
+            weight_nk = own.tensor("linear.weight", module.outputs, module.inputs, dtype=torch.float32)
+            bias_n = own.tensor("linear.bias", module.outputs, dtype=torch.float32) if module.bias else None
+            layers.append(DenseLayer(own.made(weight_nk, bias_n=bias_n), module.tanh))
+        return layers
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
-        """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint. It drafts in
-        steps of its own, which workers that share their experts don't take together: each has its experts."""
-        hidden, vocab, below = self.hidden, self.spec.vocab_size, self.mtp.format(self.layers)
+        """Build the layer that predicts further tokens, from the `whole` checkpoint. It drafts in steps of its own,
+        which workers that share their experts don't take together: each has its experts."""
+        assert self.mtp is not None, "a model without one was refused"
+        names, hidden, vocab = self.mtp, self.hidden, self.spec.vocab_size
+        below = names.below.format(self.layers)
         weights = whole.unshared().scope(below)
-        if not weights.has("eh_proj.weight"):
+        if not weights.has(f"{names.joined}.weight"):
             raise self.config.refuse(
                 f"engine.draft_model={self.spec.draft_model}: the checkpoint has no layer that predicts further tokens "
-                f"({below}eh_proj.weight); leave it empty"
+                f"({below}{names.joined}.weight); leave it empty"
             )
         own_head, own_embed = "shared_head.head.weight", "embed_tokens.weight"
         head = embed = None
@@ -217,11 +247,11 @@ class Model(ABC):
             embed,
             vocab_v=None,
             taps=(),
-            token_norm=self.norm(weights, "enorm"),
-            feature_norm=self.norm(weights, "hnorm"),
-            joined=weights.linear({"eh_proj": hidden}, 2 * hidden),
-            layer=self.layer(self.layers, weights),
-            norm=self.norm(weights, "shared_head.norm"),
+            token_norm=self.norm(weights, names.token_norm),
+            feature_norm=self.norm(weights, names.feature_norm),
+            joined=weights.linear({names.joined: hidden}, 2 * hidden),
+            layer=self.layer(self.layers, weights.scope(names.layer)),
+            norm=self.norm(weights, names.norm),
         )
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:

@@ -28,7 +28,7 @@ from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
 from twinpool.engine.layers.moe.experts import ExpertReader, ExpertSizes, SoftmaxRouter, plain_expert, transposed_expert
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.llama import Llama
-from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, MtpNames, StateOptions
 from twinpool.engine.models.sliding_window import qwen_windows, whole_window
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -177,8 +177,10 @@ _KINDS = ("linear_attention", "full_attention")
 
 
 class Qwen3Next(Model):
-    """``Qwen3NextForCausalLM``. A checkpoint's multi-token-prediction layer (``mtp.*``) is left unused."""
+    """``Qwen3NextForCausalLM``. The layer that predicts further tokens has full attention, and experts where the model
+    has any."""
 
+    mtp = MtpNames("mtp.", "layers.0.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     projection: Projection = staticmethod(grouped)
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -193,6 +195,8 @@ class Qwen3Next(Model):
         every = config.size("full_attention_interval", 4)
         usual = [_KINDS[(i + 1) % every == 0] for i in range(self.layers)]
         self.kinds = config.words("layer_types", self.layers, _KINDS, usual)
+        if self.drafts:
+            self.kinds = [*self.kinds, "full_attention"]
         self.delta = DeltaShape(
             hidden=self.hidden,
             key_heads=config.size("linear_num_key_heads", 16),
@@ -204,6 +208,8 @@ class Qwen3Next(Model):
         self.mixture = None
         if "num_experts" in config:
             self.mixture = QwenMixture.of(config, self.hidden, self.layers, top_k=None, normalise=True)
+            if self.drafts:
+                self.mixture = replace(self.mixture, layers=self.mixture.layers | {self.layers})
         self._refuse()
 
     def read_rope(self) -> RopeSpec:

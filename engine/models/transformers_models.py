@@ -134,7 +134,10 @@ class TransformersModel(Model):
         assert isinstance(head, _Product), "the head is a product"
         _try_out(module, self.calls, self.spec)
         places = {layer: self.place(layer) for layer in self.calls}
-        return ModuleDecoder(embed, (), unchanged, head.linear, module=module, calls=self.calls, places=places)
+        dense = self.dense_modules(weights)
+        return ModuleDecoder(
+            embed, (), unchanged, head.linear, dense=dense, module=module, calls=self.calls, places=places
+        )
 
     def _planned(self, weights: Weights) -> Decoder:
         """Ask for the tensors, none of which is read; those that transformers puts together from others are counted."""
@@ -146,6 +149,7 @@ class TransformersModel(Model):
         table = torch.empty(self.trace.embedding, dtype=weights.dtype, device=META)
         if self.trace.tied:
             weights.tied_head(table)
+        self.dense_modules(weights)
         return ModuleDecoder(table, (), unchanged, RowExactLinear(table))
 
     def _loaded(self, dtype: torch.dtype) -> Any:

@@ -13,12 +13,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenDifference, TokenLogprob
+from twinpool.contracts.sampling_params import DENSE, JUDGED, AdapterRef, SamplingParams, TokenDifference, TokenLogprob
 from twinpool.engine.layers.picture_encoder import PlacedRows
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
@@ -126,6 +127,34 @@ class TurnedPlaces:
         return turned
 
 
+@dataclass(slots=True)
+class PromptPooling:
+    """How one prompt's vector is made, while its chunks are computed one after the other, each once and from the first.
+    Whoever computes the prompt from its beginning again begins with another."""
+
+    way: str
+    """One of `POOLINGS`, or `JUDGED`."""
+    length: int
+    """Tokens of the prompt."""
+    dense: bool = False
+    """Whether its vector goes through the checkpoint's `Dense` modules."""
+    tokens: Sequence[int] = ()
+    """The tokens whose logits are its vector, where it is judged."""
+    taken: int = 0
+    """Its first positions, that have been pooled."""
+    kept_h: Tensor | None = None
+    """Of these positions, on the device. Of a mean: the sum of their hidden states, [hidden] int64, in units of `UNIT`.
+    Of ``cls``: the first one's, [hidden] float32."""
+    most: Tensor | None = None
+    """Of a mean: the largest magnitude in the sum, [] float32 on the device; NaN where one is none."""
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, length: int) -> PromptPooling | None:
+        """The pooling that a prompt of so many tokens is asked for; None: it isn't asked for any."""
+        way, dense, _ = sampling.pooling.partition(DENSE)
+        return cls(way, length, bool(dense), sampling.allowed_token_ids if way == JUDGED else ()) if way else None
+
+
 class BatchRow(NamedTuple):
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
@@ -156,9 +185,8 @@ class BatchRow(NamedTuple):
     """What stands at some of its places, where `tokens` has placeholders."""
     turned: TurnedPlaces | None = None
     """Where pictures before its end, or at any later place, turn its positions; None: there are none that do."""
-    embed: Sequence[int] | None = None
-    """Where the row ends a prompt whose embedding is asked for, the tokens whose logits stand for it; empty: its last
-    hidden state is the embedding. None: none is asked for."""
+    pooling: PromptPooling | None = None
+    """How the vector of its prompt is made; None: none is asked for."""
 
     @property
     def draws(self) -> list[TokenDraw]:
@@ -231,7 +259,7 @@ class RowOutput(NamedTuple):
     accepted: tuple[DrawnToken, ...] = ()
     """The drafts that were drawn, too, in order: they come before `drawn`."""
     embedding: tuple[float, ...] = ()
-    """Where asked for, the embedding behind the row's last token: [hidden], float32s."""
+    """Of a row that ends a prompt, the vector that `BatchRow.pooling` asks for, float32s; empty for others."""
 
 
 class StepHandle(Protocol):

@@ -1,5 +1,6 @@
 """One step: as the host plans it before the device runs it, and as it was launched, with its results on the way to the
-host; the packing of a step's input tokens; and a rank's part in the steps of others."""
+host, the vectors of prompts among them; the packing of a step's input tokens; and a rank's part in the steps of
+others."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
-from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
+from twinpool.contracts.sampling_params import JUDGED
 from twinpool.engine.attention.attention_plan import StepShape
+from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.native.current_kernels import using
-from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
+from twinpool.engine.runner.batch import BatchRow, DrawnToken, PromptPooling, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import PlannedHistories, PlannedTables
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs
 from twinpool.engine.tensors.adapters import StepAdapters
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 if TYPE_CHECKING:
     from twinpool.engine.runner.model_runner import ModelRunner
@@ -63,7 +67,7 @@ class ForwardResults:
     replays: Sequence[Sequence[RedrawnTokens]]
     """For each row, the parts of its known answer that were drawn again; empty where it has none."""
     embeddings: Mapping[int, Tensor]
-    """By row, the embedding of the prompt that it ends, [hidden] float32, where asked for."""
+    """By row, the vector of the prompt that it ends, float32, where asked for."""
     stale_b: Tensor
     """[B] bool: rows of whose tables a page or slot was freed after it was leased."""
 
@@ -75,6 +79,74 @@ class ForwardResults:
             return True
         flags = [part.nonfinite_n for part in self.scores[row]] + [part.nonfinite_n for part in self.replays[row]]
         return any(bool(flag_n.any()) for flag_n in flags)
+
+
+UNIT = 2.0**-26
+"""What a hidden state is rounded to a multiple of before it is added to the sum of a mean: a quarter of what float32
+tells apart near 1. Sums of whole multiples are exact, so a mean has the same bits in any chunks and any order."""
+_MOST = 2.0**13
+"""A hidden state of this magnitude, or beyond it, counts as no number in a mean: so sums of as many positions as a
+sequence may have (`contracts.message_types.POSITIONS`) are below 2**63 units."""
+_SUMMED_ROWS = 256
+"""Rows that are summed at once, for the memory that their whole numbers take."""
+
+
+def pooled_prompts(
+    decoder: Decoder, numerics: Numerics, rows: Sequence[BatchRow], offsets: Sequence[int], x_mh: Tensor
+) -> dict[int, Tensor]:
+    """By row that ends a prompt, the vector that was asked for, float32 on its way to the host; of other rows, what its
+    prompt's vector needs of them is kept. `offsets`: where each row begins in `x_mh`, and the last one's end."""
+    found, last = dict[int, Tensor](), dict[bool, list[int]]({False: [], True: []})
+    for number, row in enumerate(rows):
+        pooling = row.pooling
+        if pooling is None:
+            continue
+        ends = row.start + len(row.tokens) == pooling.length
+        if pooling.way in ("mean", "cls"):
+            _keep(pooling, row.start, decoder, x_mh[offsets[number] : offsets[number + 1]])
+            if ends:
+                found[number] = _kept(pooling)
+        elif ends:
+            last[pooling.way == JUDGED].append(number)
+    for judged, numbers in last.items():
+        if numbers:
+            at = to_device([offsets[number + 1] - 1 for number in numbers], x_mh.device)
+            x_nh = x_mh.index_select(0, at)
+            vectors = decoder.logits(x_nh, numerics) if judged else decoder.embeddings(x_nh)
+            found |= zip(numbers, vectors, strict=True)
+    return {number: to_host(_finished(rows[number].pooling, one, decoder, numerics)) for number, one in found.items()}
+
+
+def _finished(pooling: PromptPooling | None, vector: Tensor, decoder: Decoder, numerics: Numerics) -> Tensor:
+    """What is sent of a prompt's vector: the logits of its tokens, or what `Dense` modules make of it."""
+    assert pooling is not None
+    if pooling.way == JUDGED:
+        return vector.index_select(0, to_device(pooling.tokens, vector.device))
+    return decoder.projected(vector[None], numerics)[0] if pooling.dense else vector
+
+
+def _keep(pooling: PromptPooling, start: int, decoder: Decoder, x_nh: Tensor) -> None:
+    """Keep what a prompt's vector needs of its positions from `start` on, [n, hidden] of the last layer's output."""
+    assert start == pooling.taken, "a prompt's chunks come one after the other, from the first"
+    pooling.taken += len(x_nh)
+    if pooling.way == "cls":
+        pooling.kept_h = decoder.embeddings(x_nh[:1])[0] if start == 0 else pooling.kept_h
+        return
+    for part_nh in torch.split(x_nh, _SUMMED_ROWS):
+        hidden_nh = decoder.embeddings(part_nh)
+        sum_h = (hidden_nh.double() / UNIT).round().long().sum(0)
+        most = hidden_nh.abs().max()
+        pooling.kept_h = sum_h if pooling.kept_h is None else pooling.kept_h + sum_h
+        pooling.most = most if pooling.most is None else torch.maximum(pooling.most, most)
+
+
+def _kept(pooling: PromptPooling) -> Tensor:
+    """The vector of a prompt of which all positions were kept: [hidden] float32; NaN where it can't be told."""
+    assert pooling.kept_h is not None
+    if pooling.most is None:
+        return pooling.kept_h
+    mean_h = (pooling.kept_h.double() / (pooling.length / UNIT)).float()
+    return torch.where(pooling.most < _MOST, mean_h, torch.nan)
 
 
 class LaunchedStep:

@@ -48,6 +48,7 @@ from twinpool.engine.runner.launched_step import (
     PlannedStep,
     compute_order,
     input_tokens,
+    pooled_prompts,
 )
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens, redraw
@@ -286,9 +287,8 @@ class ModelRunner:
                 logits, at_once = partial(self.decoder.logits, numerics=self.numerics), self._logits_at_once
                 found = redraw(row, x_mh[first:], logits, at_once, triton=self._triton)
                 replays[at] = [part.to_host() for part in found]
-        return ForwardResults(
-            logits_nv, scores, replays, _embeddings(self.decoder, self.numerics, rows, planned, x_mh), to_host(stale_b)
-        )
+        pooled = pooled_prompts(self.decoder, self.numerics, rows, planned.shape.offsets.tolist(), x_mh)
+        return ForwardResults(logits_nv, scores, replays, pooled, to_host(stale_b))
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
@@ -450,24 +450,6 @@ class ModelRunner:
                 writes[pool].update(pages if state else pages[row.start // size - table.first : end])
         read, written = (spans(DEVICE, {pool: sorted(pages) for pool, pages in of.items()}) for of in (reads, writes))
         return replace(op, reads=read, writes=written)
-
-
-def _embeddings(
-    decoder: Decoder, numerics: Numerics, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor
-) -> Mapping[int, Tensor]:
-    """By row, the embeddings that are asked for, of its last token: [hidden] float32 each, or the logits that stand for
-    one."""
-    last, found = planned.shape.offsets[1:] - 1, dict[int, Tensor]()
-    for judged in (False, True):
-        numbers = [at for at, row in enumerate(rows) if row.embed is not None and bool(row.embed) is judged]
-        if not numbers:
-            continue
-        x_nh = x_mh.index_select(0, to_device([int(last[number]) for number in numbers], x_mh.device))
-        rows_nx = decoder.logits(x_nh, numerics) if judged else decoder.embeddings(x_nh)
-        for number, row_x in zip(numbers, rows_nx, strict=True):
-            ids = rows[number].embed
-            found[number] = to_host(row_x.index_select(0, to_device(ids, x_mh.device)) if ids else row_x)
-    return found
 
 
 def adapters_of(

@@ -41,6 +41,7 @@ from twinpool.contracts.messages.stream_frames import (
     JUDGED_SINCE,
     PICTURES_SINCE,
     PLACES_SINCE,
+    POOLINGS_SINCE,
 )
 from twinpool.contracts.sampling_params import JUDGED
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
@@ -139,7 +140,8 @@ def needed_of(r: RoutedRequest) -> tuple[int, str]:
     """The version of streams from which on workers know all that a request asks for, and what that came with; 0 where
     every build does."""
     if r.sampling.pooling:
-        return (JUDGED_SINCE, "rerankers") if r.sampling.pooling == JUDGED else (EMBEDDINGS_SINCE, "embeddings")
+        known = {"last": (EMBEDDINGS_SINCE, "embeddings"), JUDGED: (JUDGED_SINCE, "rerankers")}
+        return known.get(r.sampling.pooling, (POOLINGS_SINCE, f"embeddings by {r.sampling.pooling}"))
     if r.sampling.adapter is not None:
         return ADAPTERS_SINCE, "adapters"
     if any(picture.across or picture.whole for picture in r.pictures):

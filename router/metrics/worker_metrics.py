@@ -29,6 +29,7 @@ def worker_metrics(core: RouterCore) -> Iterator[Metric]:
     yield from _by_role(core)
     yield from _states(core)
     yield from _work(core)
+    yield from _shared_steps(core)
     yield from _processors(core)
     yield from _breakers(core)
 
@@ -95,6 +96,28 @@ def _work(core: RouterCore) -> Iterator[Metric]:
         if "preemptions" in status.counters:
             preemptions.add_metric(labels, status.counters["preemptions"])
     yield from (requests, booked, pending, outgoing, steps, preemptions)
+
+
+def _shared_steps(core: RouterCore) -> Iterator[Metric]:
+    """Of workers that share their experts."""
+    steps = CounterMetricFamily(
+        "twinpool_worker_shared_steps",
+        "Steps that the worker took with those that it shares its experts with",
+        labels=[*_LABELS, "rows"],
+    )
+    idle_rows = CounterMetricFamily(
+        "twinpool_worker_shared_steps_idle_rows",
+        "Rows that the busiest of them had more than the worker in these steps",
+        labels=_LABELS,
+    )
+    for entry in core.workers:
+        labels, counters = [str(entry.record.name), str(entry.record.role)], entry.status.counters
+        if "dp_steps" in counters:
+            idle = counters.get("dp_idle_steps", 0.0)
+            steps.add_metric([*labels, "some"], counters["dp_steps"] - idle)
+            steps.add_metric([*labels, "none"], idle)
+            idle_rows.add_metric(labels, counters.get("dp_idle_rows", 0.0))
+    yield from (steps, idle_rows)
 
 
 def _processors(core: RouterCore) -> Iterator[Metric]:

@@ -103,13 +103,13 @@ def read_embeddings(
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     return GenerateRequest(
         chat=False,
-        embedding=_read_embedding_format(body, values.get("dimensions"), spec, pooling),
+        embedding=_read_embedding_format(body, values, spec, pooling),
         prompts=prompts,
         truncate_prompt_tokens=values.get("truncate_prompt_tokens"),
         n=1,
         add_special_tokens=values["add_special_tokens"],
         max_tokens=0,
-        sampling=SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling.way, adapter=adapter),
+        sampling=SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling.asked, adapter=adapter),
         seeded=True,
         salt=values["cache_salt"],
         session=values["user"],
@@ -120,16 +120,18 @@ def read_embeddings(
 
 
 def _read_embedding_format(
-    body: Mapping[str, Any], dimensions: int | None, spec: ModelSpec, pooling: Pooling
+    body: Mapping[str, Any], values: Mapping[str, Any], spec: ModelSpec, pooling: Pooling
 ) -> EmbeddingFormat:
-    encoding, hidden = body.get("encoding_format"), spec.config.peek(HIDDEN)
+    encoding, dimensions = body.get("encoding_format"), values.get("dimensions")
+    size = pooling.dense[-1].outputs if pooling.dense else spec.config.peek(HIDDEN)
     if encoding not in (None, "float", "base64"):
         raise RequestError(
             f"encoding_format must be float or base64; got {describe(encoding)}", param="encoding_format"
         )
-    if dimensions is not None and isinstance(hidden, int) and dimensions > hidden:
-        raise RequestError(f"dimensions {dimensions} is above the {hidden} that the model has", param="dimensions")
-    return EmbeddingFormat("input", dimensions, encoding == "base64", pooling.normalise)
+    if dimensions is not None and isinstance(size, int) and dimensions > size:
+        raise RequestError(f"dimensions {dimensions} is above the {size} that the model has", param="dimensions")
+    normalise = values.get("normalize", pooling.normalise)
+    return EmbeddingFormat("input", dimensions, encoding == "base64", normalise)
 
 
 def embedding_of(vector: Sequence[float], form: EmbeddingFormat) -> NDArray[np.float32]:

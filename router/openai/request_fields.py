@@ -255,6 +255,7 @@ EMBEDDINGS: dict[str, RequestField] = {
         for name in ["add_special_tokens", "cache_salt", "user", "truncate_prompt_tokens", "priority", "timeout"]
     },
     "dimensions": _integer("Keep so many dimensions, the first; the vector is normalised after that.", 1, MAX_TOKENS),
+    "normalize": RequestField("boolean", "Bring vectors to length 1, or leave them; else as the checkpoint says."),
     "encoding_format": shaped({**one_of("float", "base64"), "description": "base64: of the float32s, little-endian."}),
     "model": MODEL,
     "input": shaped({"oneOf": [WORD, TOKENS, array_of({"oneOf": [WORD, TOKENS]}, minItems=1, maxItems=MAX_INPUTS)]}),

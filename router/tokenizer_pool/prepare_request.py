@@ -19,7 +19,7 @@ from msgspec import structs
 
 from twinpool.contracts import outside_data
 from twinpool.contracts.block_hash import in_vocabulary
-from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_pooling
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
@@ -126,7 +126,7 @@ class BodyReader:
         """Whether chats may have images."""
         self.sources = ImageSources(UrlRules(config.image_urls, config.image_url_networks))
         """Where images of the next body may come from besides itself."""
-        self._pooling = read_pooling(spec.path)
+        self._pooling = spec.pooling
         self._chats = ChatFormat(
             model_tokenizer.template_source,
             config.tool_parser,

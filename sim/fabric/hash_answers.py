@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.engine.attention.attention_backend import BLOCK
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
@@ -29,9 +30,14 @@ def position_mark(seen: Sequence[bytes], token: int) -> bytes:
     return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
 
 
+STATE_PLACES = BLOCK + 1
+"""Places of a slot: the states behind each position of a block, and that before the block."""
+
+
 def entry_width(buffer: BufferSpec, page_tokens: int) -> int:
-    """Bytes that a position writes into a layer of a buffer: of one that is stored by page, its share of the page."""
-    return buffer.shape_bytes // page_tokens if buffer.index is IndexSpace.PAGE else buffer.shape_bytes
+    """Bytes that a position writes into a layer of a buffer: its share of what is stored by page or by slot."""
+    shares = {IndexSpace.PAGE: page_tokens, IndexSpace.SLOT: STATE_PLACES}.get(buffer.index, 1)
+    return buffer.shape_bytes // shares
 
 
 def pool_entries(pool: PoolSpec, page_tokens: int, mark: bytes) -> list[bytes]:

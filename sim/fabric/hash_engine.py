@@ -35,6 +35,7 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
 from twinpool.decode.drafting import WantedDraft
 from twinpool.decode.request import DecodeRequest
+from twinpool.engine.attention.attention_backend import BLOCK
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
@@ -116,16 +117,17 @@ class _Lane:
         ]
         self._alone = self._shares[0] if len(ranks) == 1 else None
 
-    def read(self, index: int, entries: int) -> bytes | memoryview:
-        """Read the first `entries` entries of a page, or a slot (one entry), over all ranks."""
+    def read(self, index: int, entries: int, first: int = 0) -> bytes | memoryview:
+        """Read `entries` entries of a page or slot from place `first` on, over all ranks."""
         if self._alone is not None:
-            start = self._alone.page(index).start
+            start = self._alone.page(index).start + first * self.width
             return self._alone.memory[start : start + entries * self.width]
         whole, known = bytearray(entries * self.width), bytearray(entries * self.width)
         for share in self._shares:
             page = share.memory[share.page(index)]
             for at in range(entries):
-                mine, to = page[at * share.width : (at + 1) * share.width], at * self.width + share.first
+                place, to = (first + at) * share.width, at * self.width + share.first
+                mine = page[place : place + share.width]
                 for place, byte in enumerate(mine, to):
                     # Where copies on several ranks differ, the inverted byte stands for damage, so that tokens change.
                     whole[place] = byte if not known[place] else whole[place] if whole[place] == byte else ~byte & 0xFF
@@ -300,7 +302,8 @@ class HashEngine:
         """The state that position `start` sees in a pool: a run of bytes for each lane."""
         lanes = self._lanes[pool.name]
         if pool.kind is PoolKind.STATE:
-            return [bytearray(lane.read(table.page(0), 1)) for lane in lanes]
+            place = start % BLOCK - 1 if start % BLOCK else BLOCK
+            return [bytearray(lane.read(table.page(0), 1, place)) for lane in lanes]
         size = self._spec.page_tokens
         first = max(0, start - pool.window_tokens + 1) if pool.kind is PoolKind.WINDOW else 0
         out = []
@@ -317,21 +320,31 @@ class HashEngine:
     def _write(
         self, pool: PoolSpec, table: TableSlice, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
     ) -> None:
-        """Write a position's entries; `seen` is updated to the state that the next position sees."""
+        """Write a position's entries; `seen` is updated to the state that the next position sees. A position that
+        fills a block of recurrent state leaves nothing of it but the state behind: as with a real one, what came before
+        can't be had again."""
         number, at = divmod(position, self._spec.page_tokens)
         for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
-            state = pool.kind is PoolKind.STATE
-            index, place = (table.page(0), 0) if state else (table.page(number), at)
-            if self._unwritten is None:
-                lane.write(index, place, data)
-            else:
-                self._unwritten.append((lane, index, place, data))
-            if state:
+            if pool.kind is PoolKind.STATE:
+                slot, place = table.page(0), position % BLOCK
+                self._put(lane, slot, place, data)
+                if place == BLOCK - 1:
+                    self._put(lane, slot, BLOCK, data)
+                    for gone in range(BLOCK):
+                        self._put(lane, slot, gone, bytes(len(data)))
                 run[:] = data
                 continue
+            self._put(lane, table.page(number), at, data)
             run.extend(data)
             if pool.kind is PoolKind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]
+
+    def _put(self, lane: _Lane, index: int, place: int, data: bytes) -> None:
+        """Write an entry, or keep it for when the step writes its layer."""
+        if self._unwritten is None:
+            lane.write(index, place, data)
+        else:
+            self._unwritten.append((lane, index, place, data))
 
 
 class SimDrafter:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.sim.fabric.hash_answers import VOCABULARY
+from twinpool.sim.fabric.hash_answers import STATE_PLACES, VOCABULARY
 from twinpool.sim.fabric.step_costs import StepCosts
 
 CONTEXT = 96
@@ -123,7 +123,7 @@ def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
     u8 = torch.uint8
     full = PoolSpec("full", (BufferSpec("kv", 2, (4, 2), u8, heads=4),))
     window = PoolSpec("window", (BufferSpec("kv", 1, (2, 4), u8, heads=2),), PoolKind.WINDOW, 7)
-    state = PoolSpec("state", (BufferSpec("s", 1, (16,), u8, IndexSpace.SLOT),), PoolKind.STATE)
+    state = PoolSpec("state", (BufferSpec("s", 1, (STATE_PLACES, 16), u8, IndexSpace.SLOT),), PoolKind.STATE)
     chosen = {"full": (full,), "window": (full, window), "state": (full, state), "all": (full, window, state)}
     return PoolSetSpec(page_tokens, chosen[name])
 

@@ -31,7 +31,7 @@ class FakeWorker:
         self.draining = self.fenced = self.closed = False
         self.dropped: list[SessionId] = []
         self.threads: set[int] = set()
-        self.steps = 0
+        self.steps = self.parts = 0
         self.hold = False
         """Make no progress, as if the batch were always full."""
         self.fail: Exception | None = None
@@ -75,7 +75,7 @@ class FakeWorker:
         self._woken.clear()
 
     def take_part(self) -> None:
-        return
+        self.parts += 1
 
     def wake(self) -> None:
         self._woken.set()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,16 +20,18 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import GREEDY, Bench
+from tests.engine.test_step_graphs import Blind
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import Oracle, compare
 from tests.support.model_families import EVERY
 from tests.support.served_cluster import until
-from twinpool.contracts.checkpoint.adapter_files import adapter_ref
+from twinpool.contracts.checkpoint.adapter_files import adapter_ref, read_adapter_files
 from twinpool.contracts.config.worker_config import AdaptersConfig
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
 from twinpool.engine.runner.batch import TokenDraw
-from twinpool.engine.tensors.adapters import AdapterStore
+from twinpool.engine.runner.graphs.step_graphs import StepGraphs
+from twinpool.engine.tensors.adapters import AdapterStore, load_adapter
 
 LOGPROBS = structs.replace(GREEDY, logprobs=5)
 FUSED = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
@@ -101,6 +103,8 @@ def test_neighbours_and_their_adapters_change_no_bit_of_a_row(
     for one, expected in zip(asked, together, strict=True):
         assert answers(bench, [one], 5) == [expected]
     assert answers(bench, asked[::-1], 5) == together[::-1]
+    bench.engine.graphs = cast(StepGraphs, Blind(bench.engine.decoder))
+    assert answers(bench, asked[:4], 2) == [one[:2] for one in together[:4]], "a graph has no input for adapters"
     bare = bench_with(folder, tmp_path, **options)
     assert answers(bare, [asked[0], asked[4]], 5) == [together[0], together[4]]
 
@@ -195,6 +199,17 @@ def test_factors_that_are_no_numbers_are_refused_before_a_row_has_them(
         load(bench, path)
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(made: Callable[..., Path], tmp_path: Path) -> None:
+    """Its digest is of what it was: pages and answers that are found by that would be of another adapter."""
+    decoder, path = Bench(made("llama")).engine.decoder, make_adapter(tmp_path / "a", made("llama"), 4)
+    files, file = read_adapter_files(path, 64), path / "adapter_model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        load_adapter(files, decoder.adapted, decoder.dtype, torch.device("cpu"))
+
+
 def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callable[..., Path], tmp_path: Path) -> None:
     """Requests for two adapters are gone before these are read: a worker that may hold two loads a third one."""
     paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
@@ -204,7 +219,22 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
     assert [store.wants(ref) for ref in refs[:2]] == [False, False]
     until(lambda: store.wants(refs[2]), "the third one to be read")
     assert refs[2].digest in store.loaded
-    assert len(store.loaded) <= 2
+    for ref in (*refs, refs[1]):
+        until(lambda ref=ref: store.wants(ref), "each to be read")  # type: ignore[misc]
+        assert len(store.loaded) <= 2
+
+
+def test_the_least_recently_wanted_makes_way_and_leaves_memory(made: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
+    decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
+    for ref in (refs[0], refs[1], refs[0]):
+        until(lambda ref=ref: store.wants(ref), "each to be read")  # type: ignore[misc]
+    store.held([*store.loaded.values()])  # As a step of both has it.
+    until(lambda: store.wants(refs[2]), "the third one to be read")
+    assert [*store.loaded] == [refs[0].digest, refs[2].digest]
+    assert store.held([]).adapters == (), "what no step has is in no table"
 
 
 def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
@@ -229,6 +259,8 @@ def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
     file.write_text(whole + " ")
     for _ in range(2):
         assert "are others than when it was loaded" in ends(ref)
+    assert not store.wants(ref)
+    assert ends(another) == "read", "what became of one is told nobody else"
     file.write_text(whole)
     assert ends(ref) == "read"
     assert ends(another) == "read"

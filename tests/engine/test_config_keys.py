@@ -233,6 +233,7 @@ def test_each_checkpoint_is_warned_of_once_and_again_when_it_has_other_keys(
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive whole number"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by kind of layer"),
         ("llama", {"sliding_window": 128}, "sliding_window 128"),
+        ("llama", {"is_causal": False}, "is_causal false: a model that sees what follows"),
         ("llama", {"attention_chunk_size": 64}, "attention_chunk_size 64"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention layers"),
         ("llama", {"kv_sharing_modes": [None, "reuse"]}, "kv_sharing_modes"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +263,15 @@ def test_files_are_divided_and_named_in_an_index(plain: Path, tmp_path: Path) ->
         name: (h.dtype, h.shape) for name, h in read_headers(whole).items()
     }
     assert Bench(target).generate_many(PROMPTS, 4) == Bench(whole).generate_many(PROMPTS, 4)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(h.end - h.begin for h in read_headers(target).values())
+    mask = os.umask(0o027)
+    try:
+        again = converted(target, tmp_path / "again", "bfloat16")
+    finally:
+        os.umask(mask)
+    assert not (again / "model.safetensors.index.json").exists(), "one file has no index, the source's above all"
+    assert stat.S_IMODE(again.stat().st_mode) == 0o750, "as any other folder of this user"
 
 
 def test_zeros_have_a_scale_and_edges_are_blocks_of_their_own() -> None:

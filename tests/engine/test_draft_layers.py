@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tests.engine.harness import GREEDY, Bench, Held
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.family_hybrid import with_mtp
 from tests.support.model_families import FAMILIES
-from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
+from tests.support.plain_drafts import PlainEagle3, PlainMtp, PlainQwenMtp, make_eagle3
 from twinpool.cache.allocation import TableSlice
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import DraftRow, TokenDraw
@@ -23,7 +24,7 @@ from twinpool.engine.runner.sampling.sampler import draw_tokens
 
 COUNT = 4
 KNOWN = tuple(range(3, VOCAB, 2))
-KINDS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "eagle3")
+KINDS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5", "eagle3")
 
 
 class Drafted(NamedTuple):
@@ -40,6 +41,9 @@ class Drafted(NamedTuple):
 @pytest.fixture(scope="module", params=KINDS)
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     base = tmp_path_factory.mktemp(request.param)
+    if request.param.startswith("qwen"):
+        plain = with_mtp(FAMILIES[request.param](base / "plain"))
+        return Drafted(FAMILIES[request.param](base / "model", published=True), "mtp", PlainQwenMtp(plain))
     if request.param != "eagle3":
         folder = FAMILIES[request.param](base / "model", published=True)
         return Drafted(folder, "mtp", PlainMtp(folder))

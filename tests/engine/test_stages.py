@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.model_families import EVERY
-from twinpool.cache.memory.kv_cache_spec import stage_layers
+from twinpool.cache.memory.head_slices import RankCount, cuts
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, overlap, stage_layers
 from twinpool.cluster.assembly.memory_plan import largest_stage
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
@@ -34,6 +36,20 @@ def test_every_layer_is_of_one_stage_and_none_has_two_more_than_another(layers: 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 layers can't be divided into 5 stages"):
         stage_layers(4, 0, 5)
+
+
+def every_layer_once(whole: PoolSetSpec, writers: RankCount, readers: RankCount) -> None:
+    """Check that each stage of a reader is written each of its layers once, by writers that have some of them."""
+    plan = cuts(whole, writers, readers)
+    for target, pool in itertools.product(range(readers.size), whole.by_name):
+        for theirs in whole.shard(target, *readers).by_name[pool].buffers:
+            come = []
+            for source in range(writers.size):
+                if theirs.name in plan.get((source, target), {}).get(pool, ()):
+                    mine = next(b for b in whole.shard(source, *writers).by_name[pool].buffers if b.name == theirs.name)
+                    come.append(overlap(mine.here, theirs.here))
+            assert all(come), "whoever writes has something to write"
+            assert [layer for layers in come for layer in layers] == [*theirs.here]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +81,8 @@ def test_stages_hold_the_models_weights_and_pages_between_them_once(
     for pool in one.by_name:
         assert sum(stage.unit_bytes(pool) for stage in pools) == one.unit_bytes(pool)
     assert {stage.whole for stage in pools} == {one}
+    for writers, readers in ((stages, 1), (1, stages), (stages, stages), (stages, 2)):
+        every_layer_once(one, RankCount(writers, writers), RankCount(readers, readers))
     largest = largest_stage(spec, one, EngineConfig(), stages)
     assert largest.weights == max(held) / whole.nbytes
     assert 1 / stages <= largest.pools < 1

@@ -149,7 +149,7 @@ class Blind:
 
     def replay(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor:
         self.replayed += 1
-        return self._decoder.forward(tokens_m, replace(ctx, pictured=None))
+        return self._decoder.forward(tokens_m, replace(ctx, pictured=None, adapters=None))
 
 
 @pytest.mark.slow

@@ -74,6 +74,17 @@ def claim_bits_are_those_of_the_unpacked_weight_for_every_shape() -> None:
     for n, k, group in SHAPES:
         check_bits(weight(Code.UINT4, torch.float16, n, k, group, zeros=True))
         check_bits(weight(Code.E4M3, torch.uint8, n, k, group), (3,))
+    many, small = draw(600, 8), weight(Code.E4M3, torch.float32, 70, 8, 8)
+    assert torch.equal(product(small, many), product(small.unpack(), many)), "tiles of two groups"
+
+
+def claim_rows_may_lie_apart_or_across_or_be_none() -> None:
+    blocks, x = weight(Code.UINT4, torch.float16, 70, 96, 32, zeros=True), draw(9, 96)
+    want, wide = product(blocks, x), draw(9, 200)
+    wide[:, 50:146] = x
+    assert torch.equal(product(blocks, wide[:, 50:146]), want)
+    assert torch.equal(product(blocks, x.T.contiguous().T), want)
+    assert product(blocks, x[:0]).shape == (0, 70)
 
 
 def claim_bits_are_those_of_the_unpacked_weight_for_every_type_of_gguf() -> None:
@@ -151,10 +162,10 @@ def claim_experts_in_blocks_have_the_bits_of_the_experts_expanded() -> None:
         lambda seed, n, k: replace(weight(Code.E2M1, torch.uint8, n, k, 32), codes=drawn_codes(seed, n, k)),
         lambda seed, n, k: replace(weight(Code.UINT4, torch.float16, n, k, 8, zeros=True), codes=drawn_codes(seed, n, k)),  # noqa: E501
     )  # fmt: skip
-    for make in makes:
-        ups = [make(number, 64, 40) for number in range(5)]
-        downs = [make(100 + number, 40, 32) for number in range(5)]
-        biases = [draw(64, seed=200 + number) for number in range(5)]
+    for make, hidden, inner in zip(makes, (40, 40, 72), (32, 32, 40), strict=True):
+        ups = [make(number, 2 * inner, hidden) for number in range(5)]
+        downs = [make(100 + number, hidden, inner) for number in range(5)]
+        biases = [draw(2 * inner, seed=200 + number) for number in range(5)]
         none = [None] * 5
         blocks = StackedProducts.of(ups, biases), StackedProducts.of(downs, none)
         assert all(isinstance(stacked.weight_enk, GpuBlocks) for stacked in blocks)
@@ -164,7 +175,7 @@ def claim_experts_in_blocks_have_the_bits_of_the_experts_expanded() -> None:
         )
         chosen = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(t))[:2] for t in range(37)])
         routes = ExpertRoutes(chosen, torch.rand(37, 2, generator=torch.Generator().manual_seed(3)))
-        x = draw(37, 40, seed=9) / 8
+        x = draw(37, hidden, seed=9) / 8
         got, want = (TritonExperts(*stacked, gated_silu, rows=16)(x, routes) for stacked in (blocks, plain))
         assert torch.equal(got, want)
         assert bool(torch.isfinite(got).all())
@@ -175,11 +186,16 @@ def drawn_codes(seed: int, n: int, k: int) -> Tensor:
     return torch.randint(0, 256, (n, k // 2), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-def claim_experts_of_unlike_layouts_are_expanded() -> None:
-    unlike = [quantise(draw(64, 40, seed=1), 4, 8), quantise(draw(64, 40, seed=2), 8, 8)]
-    stacked = StackedProducts.of(unlike, [None, None])
-    assert isinstance(stacked.weight_enk, Tensor)
-    assert torch.equal(stacked.weight_enk[1], unlike[1].unpack())
+def claim_experts_that_kernels_can_not_read_are_expanded() -> None:
+    """Those of unlike layouts, of columns in another order, and of rows that are to be quantised."""
+    four, eight = (quantise(draw(64, 40, seed=bits), bits, 8) for bits in (4, 8))
+    ordered = replace(four, order_k=torch.randperm(40, generator=torch.Generator().manual_seed(7)))
+    for experts in ([four, eight], [ordered, ordered], [four, ordered], [four, replace(four, inputs="int8")]):
+        stacked = StackedProducts.of(experts, [None, None])
+        assert isinstance(stacked.weight_enk, Tensor)
+        for found, expert in zip(stacked.weight_enk, experts, strict=True):
+            assert torch.equal(found, expert.unpack())
+    assert KERNELS.packed_blocks(BlockStack((four, replace(four, inputs="int8"))), None) is None
 
 
 # ------------------------------------------------------------ whole models

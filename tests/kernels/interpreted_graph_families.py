@@ -58,5 +58,9 @@ def claim_drafts_over_sinks_have_the_same_bits() -> None:
     drafted_bits("gpt_oss")
 
 
+def claim_drafts_over_states_of_mamba_have_the_same_bits() -> None:
+    drafted_bits("nemotron_h")
+
+
 if __name__ == "__main__":
     answer(globals())

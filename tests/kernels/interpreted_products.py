@@ -35,7 +35,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def claim_products_of_odd_sizes_are_those_of_float64() -> None:
-    for rows, n, k in ((1, 1, 1), (3, 130, 70), (5, 40, 300), (64, 20, 257), (65, 20, 257), (200, 129, 33)):
+    for rows, n, k in (
+        (1, 1, 1),
+        (3, 130, 70),
+        (5, 40, 300),
+        (64, 20, 257),
+        (65, 20, 257),
+        (200, 129, 33),
+        (600, 140, 8),
+    ):
         x, weight, bias = draw(rows, k, seed=1), draw(n, k, seed=2) * k**-0.5, draw(n, seed=3)
         want = x.double() @ weight.double().T
         torch.testing.assert_close(product(x, weight), want.float(), rtol=1e-5, atol=1e-5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.claims import answer
-from twinpool.engine.attention.attention_backend import RecurrenceBackend, ScanState, scan_buffers
+from twinpool.engine.attention.attention_backend import RecurrenceBackend, ScanState, conv_positions, scan_buffers
 from twinpool.engine.attention.attention_plan import SlotPlan, muted_slots
 from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
@@ -119,6 +119,51 @@ def claim_chunks_and_neighbours_change_no_bit_of_a_scan() -> None:
             assert all(torch.equal(a[2], b[2]) for a, b in zip(cut.buffers, whole.buffers, strict=True))
 
 
+def claim_positions_of_a_block_that_are_computed_again_leave_nothing_of_their_first_tokens() -> None:
+    """Drafts that weren't drawn: the rows behind are others now, and what was there before isn't even a number."""
+    rng = random.Random(2)
+    for delta in (True, False):
+        shape = {"heads": 2, "groups": 1, "key_dim": 16, "value_dim": 16, "length": 48}
+        for recurrence in (TRITON, TORCH):
+            whole, again = Scan(delta=delta, **shape), Scan(delta=delta, **shape)
+            (want,) = whole.run(recurrence, [(1, 0, 48)])
+            parts, at = [], 0
+            while at < 48:
+                room = 14 - at % 16
+                if room > 0 and rng.random() < 0.6:
+                    right = [(x, x[1].clone()) for x in again.rows if x is not None]
+                    for x, _ in right:
+                        x[1, at + 1 :] = 0.7
+                    parts += [out[:1] for out in again.run(recurrence, [(1, at, 1 + rng.randint(1, room))])]
+                    for x, rows in right:
+                        x[1] = rows
+                    at += 1
+                    for buffer in again.buffers[1:]:
+                        buffer[2, :, at % 16 :] = torch.nan
+                else:
+                    count = min(48 - at, rng.choice([1, 1, 2, 3, 17]))
+                    parts += again.run(recurrence, [(1, at, count)])
+                    at += count
+            assert torch.equal(torch.cat(parts), want), (delta, recurrence)
+
+
+def claim_a_convolution_reads_nothing_of_positions_that_are_computed_again() -> None:
+    source, rng = torch.Generator().manual_seed(7), random.Random(3)
+    for taps in (1, 3):
+        x, weight = torch.randn(60, 12, generator=source), torch.randn(taps + 1, 12, generator=source)
+        for recurrence in (TRITON, TORCH):
+            state = torch.zeros(SLOTS, 3, conv_positions(taps), 4)
+            want = recurrence.conv(x, [state.clone()], weight, None, plan_of([(0, 0, 60)]))
+            parts, at = [], 0
+            while at < 60:
+                room = 14 - at % 16
+                drafted = rng.randint(0, room) if room > 0 else 0
+                rows = torch.cat((x[at : at + 1], torch.full((drafted, 12), torch.nan)))
+                parts.append(recurrence.conv(rows, [state], weight, None, plan_of([(0, at, 1 + drafted)]))[:1])
+                at += 1
+            assert torch.equal(torch.cat(parts), want), (taps, recurrence)
+
+
 def claim_stale_sequences_write_zeros_to_the_null_slot() -> None:
     for delta in (True, False):
         scan = Scan(delta=delta, heads=2, groups=2, key_dim=16, value_dim=16, length=40)
@@ -134,12 +179,13 @@ def claim_stale_sequences_write_zeros_to_the_null_slot() -> None:
 def claim_the_convolution_is_the_twins_to_the_bit() -> None:
     source = torch.Generator().manual_seed(5)
     for taps, bias in ((3, True), (1, False), (2, True)):
-        shapes = [(2, taps, 5), (3, taps, 70)]
+        held = conv_positions(taps)
+        shapes = [(2, held, 5), (3, held, 70)]
         states = [torch.randn(SLOTS, *shape, generator=source) for shape in shapes]
         twins = [state.clone() for state in states]
         weight = torch.randn(taps + 1, 220, generator=source)
         bias_c = torch.randn(220, generator=source) if bias else None
-        for runs in ([(0, 0, 21), (2, 4, 1), (1, 9, 2)], [(1, 11, 1), (3, 0, 17)]):
+        for runs in ([(0, 0, 21), (2, 4, 1), (1, 9, 2)], [(1, 11, 1), (3, 0, 17)], [(0, 21, 15), (2, 5, 40)]):
             x = torch.randn(sum(n for _, _, n in runs), 220, generator=source)
             got = TRITON.conv(x, states, weight, bias_c, plan_of(runs))
             want = TORCH.conv(x, twins, weight, bias_c, plan_of(runs))
@@ -150,7 +196,7 @@ def claim_the_convolution_is_the_twins_to_the_bit() -> None:
 def claim_chunks_change_no_bit_of_a_convolution() -> None:
     source = torch.Generator().manual_seed(6)
     x, weight = torch.randn(23, 12, generator=source), torch.randn(4, 12, generator=source)
-    whole, cut = torch.zeros(SLOTS, 3, 3, 4), torch.zeros(SLOTS, 3, 3, 4)
+    whole, cut = torch.zeros(SLOTS, 3, conv_positions(3), 4), torch.zeros(SLOTS, 3, conv_positions(3), 4)
     want = TRITON.conv(x, [whole], weight, None, plan_of([(0, 0, 23)]))
     ends = [0, 1, 2, 19, 20, 23]
     parts = [
@@ -162,7 +208,7 @@ def claim_chunks_change_no_bit_of_a_convolution() -> None:
 
 
 def claim_a_stale_sequence_leaves_the_null_slot_of_a_convolution_zero() -> None:
-    state = torch.randn(SLOTS, 1, 3, 8)
+    state = torch.randn(SLOTS, 1, conv_positions(3), 8)
     state[0] = 0
     before = state.clone()
     TRITON.conv(torch.randn(6, 8), [state], torch.randn(4, 8), None, plan_of([(0, 5, 2), (1, 5, 4)], muted=(0,)))

@@ -124,7 +124,7 @@ SHOWN: Sequence[Shown] = (
     """),
     *_all("layouts", "dp", "workers/test_data_parallel::test_two_processes_share_their_experts_and_leave_together"),
     *_all("drafts", "lookup", """
-        engine/test_drafted_rows::test_drafts_change_no_token_of_any_family_without_recurrent_state
+        engine/test_drafted_rows::test_drafts_change_no_token_of_any_family
     """),
     *_all("drafts", _drafts, """
         engine/test_draft_layers::test_proposals_are_those_of_the_plain_definition

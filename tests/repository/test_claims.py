@@ -107,7 +107,7 @@ def test_every_endpoint_that_a_page_names_is_there_or_said_to_be_absent(page: Pa
 def test_the_numbers_of_the_readme_are_the_defaults() -> None:
     assert AuditConfig().fraction == 0.01
     assert "one answer in a hundred is computed again as far as prefill workers are idle" in " ".join(README.split())
-    assert DecodeConfig().speculation == "auto", "off for models with recurrent states"
+    assert DecodeConfig().speculation == "auto", "prompt lookup, or the draft model where there is one"
 
 
 def test_defaults_that_pages_quote_are_those_of_the_configuration() -> None:

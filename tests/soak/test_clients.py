@@ -1,4 +1,5 @@
-"""Clients and frameworks that people have, unmodified, against `smollm2`, whose template has no tools, and the demo.
+"""Clients, frameworks and trainers that people have, unmodified, against `smollm2`, whose template has no tools, and
+the demo.
 
 They live in environments of their own under build/clients, made once; where the packages or the model can't be had,
 they are skipped.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.soak.client_scripts import (
@@ -53,6 +56,7 @@ SCRIPTS = {
     "dspy": DSPY,
 }
 BENCHMARK = ("guidellm==0.8.1",)
+TRAINER = ("trl==1.16.0",)
 INSTALL_S, RUN_S = 1200, 600
 
 
@@ -122,3 +126,35 @@ def test_guidellm_measures_the_endpoint(cluster: Serving, tmp_path: Path) -> Non
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (8, 0)
     print(done.stdout)
+
+
+def test_trl_trains_a_model_as_the_page_shows_it(tmp_path: Path) -> None:
+    """docs/using/training.md, program by program: what a step has learnt is what the next one draws by."""
+    programs = environment_with("trainer", TRAINER, beside_ours=True)
+    page = (ROOT / "docs" / "using" / "training.md").read_text()
+    prepare, train = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    policy, weights = tmp_path / "policy", tmp_path / "weights"
+    weights.mkdir()
+
+    def run(code: str, *arguments: str | Path) -> str:
+        command = [str(programs / "python"), "-c", code, *map(str, arguments)]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * RUN_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(prepare, ROOT / "cluster" / "demo", policy)
+    with serving(policy, tmp_path / "run", sections={"engine": {"weight_roots": weights}}) as cluster:
+        first = httpx.get(f"{cluster.url}/v1/weights").json()["weights_version"]
+        said = run(train, cluster.url, policy, weights)
+        print(said)
+        found = re.findall(r"^(\S+): 32 of 32 equal their replay; reward (\S+)$", said, re.MULTILINE)
+        assert [version for version, _ in found] == [first, *(f"step-{n}" for n in range(1, len(found)))]
+        rewards = [float(reward) for _, reward in found]
+        assert len(rewards) == 12
+        assert max(rewards[:2]) < 0.1
+        assert min(rewards[-2:]) > 0.5
+        answer = cluster.complete("It was a fine morning", max_tokens=16)
+        assert answer.text.count(",") > 8, "the cluster answers by the last step's weights"
+        assert httpx.get(f"{cluster.url}/v1/weights").json()["weights_version"] == f"step-{len(found)}"
+        cluster.settle()

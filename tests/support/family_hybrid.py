@@ -45,11 +45,10 @@ def make_qwen3_next(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     }
     write_family(folder, Qwen3NextConfig(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
-    tensors = respread(folder, seed)
+    respread(folder, seed)
     if published:
         published_config(folder, partial_rotary_factor=0.25, rope_scaling=None)
-        tensors["mtp.norm.weight"] = torch.ones(64)
-        rewrite_tensors(folder, tensors)
+        with_mtp(folder, seed)
     return folder
 
 
@@ -62,8 +61,9 @@ def make_qwen3_5(
     numbers = DELTA | {"rope_parameters": rope}
     config = Qwen3_5MoeTextConfig if "num_experts" in changes else Qwen3_5TextConfig
     write_family(folder, config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
-    tensors = respread(folder, seed)
+    respread(folder, seed)
     if published:
+        tensors = tensors_of(with_mtp(folder, seed))
         inner = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
         outer = {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -74,8 +74,28 @@ def make_qwen3_5(
         }
         (folder / "config.json").write_text(json.dumps(outer))
         tensors = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in tensors.items()}
-        extra = {"mtp.norm.weight": torch.ones(64), "model.visual.merger.norm.weight": torch.ones(8)}
-        rewrite_tensors(folder, tensors | extra)
+        rewrite_tensors(folder, tensors | {"model.visual.merger.norm.weight": torch.ones(8)})
+    return folder
+
+
+def with_mtp(folder: Path, seed: int = 0) -> Path:
+    """Add the layer that predicts further tokens to a checkpoint of `make_qwen3_next` or `make_qwen3_5`, which
+    published ones have; returns `folder`. It is a layer with full attention, like the third with other numbers."""
+    random, tensors = torch.Generator().manual_seed(seed), tensors_of(folder)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=random) * like.float().std()
+
+    below = "model.layers.2."
+    layer = {
+        name.replace(below, "mtp.layers.0."): (tensor.float() + noise(tensor)).to(tensor.dtype)
+        for name, tensor in tensors.items()
+        if name.startswith(below)
+    }
+    around = {f"mtp.{name}.weight": torch.rand(64, generator=random) - 0.5
+              for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}  # fmt: skip
+    joined = {"mtp.fc.weight": torch.randn(64, 128, generator=random).mul(128**-0.5)}
+    rewrite_tensors(folder, tensors | layer | around | joined)
     return folder
 
 

@@ -19,6 +19,8 @@ class FollowedStream:
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     """When each token arrived."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, where the request asks for them."""
     attempts: int = 1
     migrations: int = 0
     error: str = ""
@@ -46,6 +48,7 @@ class FollowedStream:
             tokens = choice.get("token_ids") or ()
             self.tokens += tokens
             self.at_s += [time.monotonic()] * len(tokens)
+            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
         if seen := event.get("twinpool"):
             self.migrations, self.attempts = seen["migrations"], seen["attempts"]
 

@@ -2,7 +2,8 @@
 
 Streams with seeds of their own are answered once undisturbed. Then they are asked again, a worker is killed while they
 run, and each token is timed. A stream was struck if it needed another attempt; its pause ends with the token after the
-longest silence since the kill.
+longest silence since the kill. At last each answer is computed once more as the end of a prompt, its replay, whose
+log-probabilities are compared with those that the stream told.
 """
 
 from __future__ import annotations
@@ -38,14 +39,31 @@ class Result:
     streams: int
     struck: int
     same_tokens: bool
+    logprobs: int
+    """Log-probabilities that answers told."""
+    replayed: int
+    """Those of them that are bit for bit their replay's."""
     p50_ms: float | None
     p99_ms: float | None
     worst_ms: float | None
 
     @classmethod
-    def of(cls, role: str, kills: int, streams: int, pauses_s: Sequence[float], same: bool) -> Result:
+    def of(
+        cls, role: str, kills: int, streams: int, pauses_s: Sequence[float], same: bool, replays: Sequence[bool]
+    ) -> Result:
+        """`replays`: of each log-probability, whether it is its replay's."""
         figures = [1e3 * float(np.percentile(pauses_s, p)) for p in (50, 99, 100)] if pauses_s else [None] * 3
-        return cls(role, kills, streams, len(pauses_s), same, *figures)
+        return cls(role, kills, streams, len(pauses_s), same, len(replays), sum(replays), *figures)
+
+    def in_words(self) -> str:
+        """What a bench prints of it."""
+        pauses = "-"
+        if self.p50_ms is not None:
+            pauses = f"p50 {self.p50_ms:.0f} ms, p99 {self.p99_ms:.0f} ms, worst {self.worst_ms:.0f} ms"
+        return (
+            f"{self.role}: {self.kills} killed, {self.struck} of {self.streams} streams struck: {pauses}; "
+            f"same tokens: {self.same_tokens}; {self.replayed} of {self.logprobs} log-probabilities are their replay's"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,10 +83,18 @@ class Load:
             {
                 "prompt": [rng.randrange(self.vocab) for _ in range(self.prompt_tokens)],
                 "max_tokens": self.answer_tokens, "temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(1 << 40),
-                "ignore_eos": True, "return_token_ids": True, "stream": True,
+                "ignore_eos": True, "return_token_ids": True, "stream": True, "logprobs": 0,
             }
             for _ in range(self.streams)
         ]  # fmt: skip
+
+
+async def replayed(client: httpx.AsyncClient, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+    """The log-probabilities of the tokens of an answer, computed as the end of a prompt. Raises `httpx.HTTPError`."""
+    sampling = {"max_tokens": 0, "prompt_logprobs": 0}
+    body = {"token_ids": [*prompt, *answer], "sampling_params": sampling}
+    told = (await client.post("/inference/v1/generate", json=body)).raise_for_status().json()["prompt_logprobs"]
+    return [told[at][str(token)]["logprob"] for at, token in enumerate(answer, len(prompt))]
 
 
 class Failover:
@@ -83,6 +109,7 @@ class Failover:
         Raises `RuntimeError` for an answer that ended in an error.
         """
         pauses: list[float] = []
+        replays: list[bool] = []
         same, kills, number = True, 0, 0
         async with httpx.AsyncClient(base_url=self._url, timeout=300, trust_env=False) as client:
             while kills < rounds and number < TRIES * rounds:
@@ -105,7 +132,10 @@ class Failover:
                 pauses += [s.pause_s(killed) for s in struck] if killed is not None else []
                 same = same and [s.tokens for s in streams] == [s.tokens for s in whole]
                 await self._all_back(client)
-        return Result.of(role, kills, kills * self._load.streams, pauses, same)
+                for body, stream in zip(bodies, streams, strict=True):
+                    anew = await replayed(client, body["prompt"], stream.tokens)
+                    replays += [told == found for told, found in zip(stream.logprobs, anew, strict=True)]
+        return Result.of(role, kills, kills * self._load.streams, pauses, same, replays)
 
     async def _kill(self, client: httpx.AsyncClient, role: str, streams: Sequence[FollowedStream]) -> float | None:
         """Kill a worker of `role` that has work, once streams run (decode), or as soon as one has (prefill).

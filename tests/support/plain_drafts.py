@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +33,9 @@ class PlainMtp:
     first.
     """
 
+    names: ClassVar[Sequence[str]] = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    """Of the product of both inputs, of their norms and of the norm of the output."""
+
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
         self._last = last = config.num_hidden_layers
@@ -39,13 +45,30 @@ class PlainMtp:
         more.num_hidden_layers = last + 1
         for kinds in ("layer_types", "mlp_layer_types"):
             if getattr(more, kinds, None):
-                setattr(more, kinds, [*getattr(more, kinds)[:last], getattr(more, kinds)[last - 1]])
-        whole = AutoModelForCausalLM.from_pretrained(folder, config=more, **options).eval()
+                setattr(more, kinds, [*getattr(more, kinds)[:last], self.kind(getattr(more, kinds)[last - 1])])
+        with self.longer(folder) as longer:
+            whole = AutoModelForCausalLM.from_pretrained(longer, config=more, **options).eval()
         self._layer, self._rotary = whole.model.layers[last], whole.model.rotary_emb
         self._eps = getattr(config, "rms_norm_eps", 1e-6)
-        tensors = load_file(folder / "model.safetensors")
-        below = f"model.layers.{last}."
-        self._parts = {name.removeprefix(below): t.float() for name, t in tensors.items() if name.startswith(below)}
+        self._parts = self.parts(load_file(folder / "model.safetensors"))
+        self._joined, *self._norms = (self._parts[f"{name}.weight"] for name in self.names)
+
+    def kind(self, last: str) -> str:
+        """The kind of the layer, where the model's `last` one has that kind."""
+        return last
+
+    @contextmanager
+    def longer(self, folder: Path) -> Iterator[Path]:
+        """The folder of a checkpoint in which the layer is one more of the model's."""
+        yield folder
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's tensors by their names below it, the embedding and the head with them."""
+        below = f"model.layers.{self._last}."
+        return {name.removeprefix(below): t.float() for name, t in tensors.items() if name.startswith(below)}
+
+    def normed(self, x: Tensor, weight_h: Tensor) -> Tensor:
+        return normed(x, weight_h, self._eps)
 
     @torch.inference_mode()
     def proposals(self, tokens: Sequence[int], count: int, among: Sequence[int] = ()) -> list[int]:
@@ -65,19 +88,16 @@ class PlainMtp:
 
     def _run(self, tokens: Sequence[int], features_th: Tensor) -> Tensor:
         """The layer's normed outputs at all positions, [T, hidden]."""
-        parts, embedded_th = self._parts, self._embed(torch.tensor(list(tokens)))
-        sides = (
-            normed(embedded_th, parts["enorm.weight"], self._eps),
-            normed(features_th, parts["hnorm.weight"], self._eps),
-        )
-        x = (torch.cat(sides, dim=1) @ parts["eh_proj.weight"].T).unsqueeze(0)
+        embedded_th = self._embed(torch.tensor(list(tokens)))
+        sides = (self.normed(embedded_th, self._norms[0]), self.normed(features_th, self._norms[1]))
+        x = (torch.cat(sides, dim=1) @ self._joined.T).unsqueeze(0)
         count = len(tokens)
         positions = torch.arange(-1, count - 1).unsqueeze(0)  # As the layer's inputs are counted in the paper.
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         turned = self._rotary(x, position_ids=positions)
         out = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=turned)
         out = out[0] if isinstance(out, tuple) else out
-        return normed(out.reshape(count, -1), parts["shared_head.norm.weight"], self._eps)
+        return self.normed(out.reshape(count, -1), self._norms[2])
 
     def _embed(self, tokens_t: Tensor) -> Tensor:
         embedded_th: Tensor = self._parts["embed_tokens.weight"][tokens_t]
@@ -86,6 +106,34 @@ class PlainMtp:
     def _head(self, normed_h: Tensor) -> Tensor:
         logits_v: Tensor = normed_h @ self._parts["shared_head.head.weight"].T
         return logits_v
+
+
+class PlainQwenMtp(PlainMtp):
+    """The same with the names of Qwen3-Next and Qwen 3.5, whose norms have their weights around zero. The layer has
+    full attention, and the model's embedding and head."""
+
+    names: ClassVar[Sequence[str]] = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+
+    def kind(self, last: str) -> str:
+        return "full_attention"
+
+    @contextmanager
+    def longer(self, folder: Path) -> Iterator[Path]:
+        with TemporaryDirectory() as made:
+            tensors = load_file(folder / "model.safetensors")
+            named = {name.replace("mtp.layers.0.", f"model.layers.{self._last}."): t for name, t in tensors.items()}
+            shutil.copytree(folder, made, dirs_exist_ok=True)
+            save_file(named, Path(made) / "model.safetensors", {"format": "pt"})
+            yield Path(made)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ours = {name.removeprefix("mtp."): t.float() for name, t in tensors.items() if name.startswith("mtp.")}
+        embed = tensors["model.embed_tokens.weight"].float()
+        head = tensors.get("lm_head.weight", embed).float()
+        return ours | {"embed_tokens.weight": embed, "shared_head.head.weight": head}
+
+    def normed(self, x: Tensor, weight_h: Tensor) -> Tensor:
+        return super().normed(x, 1.0 + weight_h)
 
 
 class PlainEagle3:

@@ -9,6 +9,7 @@ import torch
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.sim.fabric.hash_answers import STATE_PLACES
 
 WINDOW_TOKENS = 9
 """Reaches 8 positions back: two pages of 4."""
@@ -34,10 +35,9 @@ def _window() -> PoolSpec:
 
 
 def _state() -> PoolSpec:
-    conv = BufferSpec("conv", 2, (5, 3), torch.bfloat16, index=IndexSpace.SLOT)
-    return PoolSpec(
-        "state", (conv, BufferSpec("recurrent", 2, (2, 4, 4), torch.float32, index=IndexSpace.SLOT)), PoolKind.STATE
-    )
+    conv = BufferSpec("conv", 2, (STATE_PLACES, 3), torch.bfloat16, index=IndexSpace.SLOT)
+    recurrent = BufferSpec("recurrent", 2, (STATE_PLACES, 2, 4), torch.float32, index=IndexSpace.SLOT)
+    return PoolSpec("state", (conv, recurrent), PoolKind.STATE)
 
 
 def pool_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:

@@ -213,6 +213,7 @@ def test_d5_seeded_streams_go_on_with_the_very_same_tokens_after_a_kill(scene: S
     result = asyncio.run(failover.measure(role, 1))
     print(result)
     assert result.same_tokens
+    assert result.replayed == result.logprobs > 0
     assert result.kills == 1
     assert result.struck, "streams waited for the worker that was killed"
 

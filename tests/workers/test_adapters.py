@@ -20,13 +20,15 @@ from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.model_families import FAMILIES
 from tests.support.served_cluster import until
 from tests.support.stepped_cluster import Company, company
-from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_pair import SESSION, Answer, Pair, pair
 from tests.workers.test_violations import behind_a_router
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit
 from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE
+from twinpool.contracts.messages.worker_events import Audited
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 
 RANKS = (4, 7, 12, 64)
@@ -127,6 +129,28 @@ def test_pages_of_an_adapter_are_found_by_itself_alone(llama: Family) -> None:
             (answer,) = both.run(ask(both, prompt, 6, adapter))
             expect(llama, adapter, prompt, answer)
             assert answer.progress[Role.PREFILL].cached_tokens == cached
+
+
+def test_an_audit_is_computed_with_its_adapter_which_stays_as_long_as_it_runs(llama: Family) -> None:
+    (prompt,), (one, other) = prompts(2, 64), llama.adapters[:2]
+    settings = {"roots": str(llama.root), "max_loaded": 1}
+    with pair(llama.folder, adapters=settings, audit={"chunk_tokens": 16}) as both:
+        (answer,) = both.run(ask(both, prompt, 6, one))
+        both.settle()
+
+        def audit(adapter: AdapterRef | None) -> Audit:
+            sampling = SamplingParams(max_tokens=6, temperature=0.0, adapter=adapter)
+            return Audit(RequestId("audit"), 0, (*prompt, *answer.list), len(prompt), sampling)
+
+        for adapter, alike in ((one, True), (None, False)):
+            both.prefill.handle(SESSION, audit(adapter))
+            (told,) = [event for _ in range(20) for _, event in both.prefill.step() if isinstance(event, Audited)]
+            assert (told.checked, told.differing == 0) == (6, alike)
+        both.answers[RequestId("audit")] = Answer()  # The pair passes its end over.
+        both.prefill.handle(SESSION, audit(one))
+        both.prefill.step()
+        (answer,) = both.run(ask(both, prompt, 6, other))
+        expect(llama, other, prompt, answer)
 
 
 def test_an_adapter_whose_files_change_is_another_one_and_the_old_one_is_refused(llama: Family, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.colocated_worker import colocated
+from tests.support.family_hybrid import with_mtp
 from tests.support.model_families import FAMILIES
-from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
+from tests.support.plain_drafts import PlainEagle3, PlainMtp, PlainQwenMtp, make_eagle3
 from tests.support.rank_followers import rank_processes
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import pair
@@ -70,6 +71,9 @@ def drafts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Draft
             folder = make_checkpoint(base / "llama", layers=8)
             head = make_eagle3(base / "head", hidden=64, vocab=VOCAB, known=range(1, VOCAB, 2))
             draft_model, oracle = str(head), PlainEagle3(folder, head)
+        elif kind == "qwen3_next":
+            folder = with_mtp(FAMILIES[kind](base / kind))
+            draft_model, oracle = "mtp", PlainQwenMtp(folder)
         else:
             folder = FAMILIES[kind](base / kind, published=True)
             draft_model, oracle = "mtp", PlainMtp(folder)
@@ -130,7 +134,11 @@ SCENES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.every_parameter
 @pytest.mark.parametrize(
-    ("kind", "scene"), [*(("deepseek_v3", scene) for scene in SCENES), ("eagle3", "copied"), ("eagle3", "zmq")]
+    ("kind", "scene"),
+    [
+        *(("deepseek_v3", scene) for scene in SCENES),
+        *((kind, scene) for kind in ("eagle3", "qwen3_next") for scene in ("copied", "zmq")),
+    ],
 )
 def test_answers_with_a_draft_model_are_those_without_and_its_state_is_never_lost(
     drafts_of: Callable[[str], Drafted], proposed: Proposed, kind: str, scene: str

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.model_families import FAMILIES
 from tests.support.rank_followers import RankProcesses
 from tests.support.worker_pair import Answer, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -24,6 +25,22 @@ Asked = list[tuple[list[int], SamplingParams]]
 Said = list[tuple[object, ...]]
 """Tokens, log-probabilities and ends."""
 DRAFTS: dict[str, Any] = {"draft_tokens": 4, "draft_requests": 8}
+
+
+SCENES: dict[str, dict[str, Any]] = {
+    "together": {"decode": DRAFTS},
+    "few tokens a step": {"decode": DRAFTS | {"max_batch_tokens": 6}},
+    "retracted": {
+        "decode": DRAFTS | {"cache": {"host_bytes": HOST_BYTES}, "retract": "copy"}, "faults": {"retract_every": 3},
+    },
+    "small pages": {"decode": DRAFTS, "cache": {"page_tokens": 4}},
+}  # fmt: skip
+_LIMITED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 1.3, "seed": 3},
+    {"temperature": 0.0},
+]
+LIMITED = [SamplingParams(max_tokens=40, allowed_token_ids=(17, 40, 53), **kind) for kind in _LIMITED]
 
 
 def asks() -> Asked:
@@ -64,19 +81,25 @@ def plain(model: Path) -> Said:
     return said(found)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"decode": DRAFTS},
-        {"decode": DRAFTS | {"max_batch_tokens": 6}},
-        {"decode": DRAFTS | {"cache": {"host_bytes": HOST_BYTES}, "retract": "copy"}, "faults": {"retract_every": 3}},
-        {"decode": DRAFTS, "cache": {"page_tokens": 4}},
-    ],
-    ids=["together", "few tokens a step", "retracted", "small pages"],
-)
+@pytest.mark.parametrize("sections", SCENES.values(), ids=SCENES)
 def test_answers_with_drafts_are_those_without(model: Path, plain: Said, sections: dict[str, Any]) -> None:
     found, counters = answers(model, **sections)
     assert said(found) == plain
+    assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("scene", ["together", "retracted", "small pages"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_answers_of_recurrent_models_with_drafts_are_those_without(kind: str, scene: str, tmp_path: Path) -> None:
+    """Handed over, retracted and found in the tree again."""
+    folder, sections = FAMILIES[kind](tmp_path / kind), SCENES[scene]
+    rng = random.Random(3)
+    asked = [([rng.choice((17, 40, 53)) for _ in range(n)], few) for n, few in zip((5, 33, 60), LIMITED, strict=True)]
+    plain, _ = answers(folder, asked, **{**sections, "decode": {**sections["decode"], "speculation": "off"}})
+    found, counters = answers(folder, asked, **sections)
+    assert said(found) == said(plain)
     assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
 
 

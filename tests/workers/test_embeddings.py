@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from safetensors.torch import save_file
 
-from tests.support.checkpoints import Oracle
+from tests.support.checkpoints import Oracle, copy_checkpoint
 from tests.support.colocated_worker import colocated
 from tests.support.stepped_cluster import company
 from tests.support.worker_pair import pair
 from tests.workers.test_pair import prompts
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.worker_events import Embedding
@@ -86,8 +90,85 @@ def test_an_embedding_that_is_made_in_another_way_is_refused(model: Path) -> Non
         rid = both.submit([1, 2, 3], SamplingParams(max_tokens=0, temperature=0.0, pooling="weighted"))
         done = both.run(rid)[0].done
     assert done is not None
-    assert (done.error, done.message) == (ErrorKind.INVALID, "prefill-0 embeds by last, not by 'weighted'")
+    assert (done.error, done.message) == (
+        ErrorKind.INVALID,
+        "prefill-0 embeds by one of last, mean, cls, not by 'weighted'",
+    )
     assert rid == RequestId("r1")
+
+
+MEAN, CLS = (SamplingParams(max_tokens=0, temperature=0.0, pooling=way) for way in ("mean", "cls"))
+
+
+def test_a_mean_and_a_first_token_are_those_of_all_hidden_states_whatever_the_chunks_the_batch_and_the_cache(
+    model: Path, oracle: Oracle
+) -> None:
+    asked = prompts(27, 70, 1, 33)
+    with pair(model) as both:
+        means = both.run(*[both.submit(prompt, MEAN) for prompt in asked])
+        firsts = both.run(*[both.submit(prompt, CLS) for prompt in asked])
+        (behind,) = both.run(both.submit(asked[0], EMBED))
+        assert behind.progress[Role.PREFILL].cached_tokens >= 48, "others use what a mean has computed"
+        again = both.run(both.submit(asked[0], MEAN), both.submit(asked[0], CLS))
+        assert [one.progress[Role.PREFILL].cached_tokens for one in again] == [0, 0], "they need every position"
+    for prompt, mean, first in zip(asked, means, firsts, strict=True):
+        hidden = oracle.hidden(prompt)
+        torch.testing.assert_close(torch.tensor(mean.embedding), hidden.mean(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(first.embedding), hidden[0], rtol=1e-4, atol=1e-4)
+    assert [one.embedding for one in again] == [means[0].embedding, firsts[0].embedding]
+    for chunk in (16, 48):
+        with pair(model, prefill={"chunk_tokens": chunk}) as both:
+            mixed = [both.submit(asked[0], EMBED), both.submit(asked[2], CLS), both.submit(asked[0], MEAN)]
+            mixed.append(both.submit(asked[0], CLS))
+            _, _, mean, first = both.run(*mixed)
+        assert (mean.embedding, first.embedding) == (means[0].embedding, firsts[0].embedding)
+
+
+def test_a_mean_begins_again_on_another_worker(model: Path) -> None:
+    (prompt,) = prompts(28, 90)
+    with pair(model) as both:
+        (expected,) = both.run(both.submit(prompt, MEAN))
+    with company(model, prefills=2, decodes=1, prefill={"chunk_tokens": 32}) as all_of_them:
+        rid = all_of_them.submit(prompt, MEAN)
+        first = all_of_them.told[rid].request.workers[Role.PREFILL]
+        all_of_them.step(first)
+        all_of_them.gone(first)
+        all_of_them.run(rid)
+        assert all_of_them.told[rid].embedding == expected.embedding
+
+
+def test_a_mean_goes_through_the_dense_modules_of_the_checkpoint(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """As sentence-transformers defines them: an activation of a linear layer, one after the other."""
+    generator = torch.Generator().manual_seed(1)
+    sizes, tanhs = [(48, 64, True), (20, 48, False)], [True, False]
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    folder = copy_checkpoint(model, tmp_path / "embedder")
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": f"{n}_{kind}"} for n, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (prompt,) = prompts(29, 40)
+    expected = oracle.hidden(prompt).mean(0)
+    for number, ((outputs, inputs, bias), tanh) in enumerate(zip(sizes, tanhs, strict=True), 2):
+        linear = torch.nn.Linear(inputs, outputs, bias=bias)
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            expected = torch.tanh(linear(expected)) if tanh else linear(expected)
+        dense = folder / f"{number}_Dense"
+        dense.mkdir()
+        save_file(
+            {f"linear.{name}": one.detach() for name, one in linear.named_parameters()}, dense / "model.safetensors"
+        )
+        activation = f"torch.nn.modules.{'activation.Tanh' if tanh else 'linear.Identity'}"
+        told = {"in_features": inputs, "out_features": outputs, "bias": bias, "activation_function": activation}
+        (dense / "config.json").write_text(json.dumps(told))
+    pooling = read_model_spec(folder).pooling
+    assert (pooling.asked, pooling.normalise, pooling.refusal) == ("mean+dense", True, "")
+    with pair(folder) as both:
+        (answer,) = both.run(both.submit(prompt, replace(MEAN, pooling=pooling.asked)))
+    torch.testing.assert_close(torch.tensor(answer.embedding), expected, rtol=1e-4, atol=1e-4)
+    assert read_model_spec(folder).fingerprint != read_model_spec(model).fingerprint
 
 
 def test_a_judgement_is_the_logits_of_its_tokens_alone_in_a_batch_and_behind_a_prefix(
@@ -110,8 +191,12 @@ def test_a_judgement_is_the_logits_of_its_tokens_alone_in_a_batch_and_behind_a_p
         assert Role.DECODE not in answer.progress
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_embedding_that_is_no_numbers_fails_its_request_alone(model: Path, value: float) -> None:
+@pytest.mark.parametrize(
+    ("params", "value"), [(EMBED, float("nan")), (EMBED, float("inf")), (MEAN, float("nan")), (MEAN, -(2.0**13))]
+)
+def test_an_embedding_that_is_no_numbers_fails_its_request_alone(
+    model: Path, params: SamplingParams, value: float
+) -> None:
     good, bad = prompts(25, 20, 24)
     with pair(model) as both:
         decoder = both.prefill._engine.decoder
@@ -119,11 +204,12 @@ def test_an_embedding_that_is_no_numbers_fails_its_request_alone(model: Path, va
 
         def norm(x_nh: torch.Tensor) -> torch.Tensor:
             normed_nh = plain(x_nh).clone()
-            normed_nh[-1, 0] = value
+            if len(normed_nh) != len(good):
+                normed_nh[-1, 0] = value
             return normed_nh
 
         decoder.norm = norm
-        fine, broken = both.run(both.submit(good, EMBED), both.submit(bad, EMBED))
+        fine, broken = both.run(both.submit(good, params), both.submit(bad, params))
     assert fine.done is not None
     assert broken.done is not None
     assert (fine.done.error, broken.done.error) == (None, ErrorKind.NONFINITE)

@@ -7,16 +7,17 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import ManualClock
-from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.errors import CheckpointError, ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
-from twinpool.worker.request_gate import RequestGate
+from twinpool.worker.request_gate import ADAPTER_WAIT_S, RequestGate
 from twinpool.worker.request_table import AdmissionRefusal
 
 ONE, OTHER = SessionId(1), SessionId(2)
@@ -43,10 +44,25 @@ class Compilers:
         self.closed = True
 
 
+class Adapters:
+    """A store of adapters, of which there are those that the test says."""
+
+    def __init__(self) -> None:
+        self.there, self.broken, self.closed = set[str](), set[str](), False
+
+    def wants(self, ref: AdapterRef) -> bool:
+        if ref.name in self.broken:
+            raise CheckpointError("it has changed")
+        return ref.name in self.there
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class Scene:
     def __init__(self) -> None:
-        self.compilers, self.clock, self.wakes = Compilers(), ManualClock(), 0
-        self.gate = RequestGate(self.compilers, self.clock, self.wake)
+        self.compilers, self.adapters, self.clock, self.wakes = Compilers(), Adapters(), ManualClock(), 0
+        self.gate = RequestGate(cast(Any, self.compilers), self.clock, self.wake, cast(Any, self.adapters))
 
     def wake(self) -> None:
         self.wakes += 1
@@ -65,6 +81,12 @@ def submit(name: str, *, grammar: str = "g", attempt: int = 1, deadline_s: float
     return Submit(
         RequestId(name), attempt, RoomId("m"), tokens, 3, SamplingParams(8, grammar=grammar), None, "", deadline_s, 0
     )
+
+
+def adapted(name: str, adapter: str, *, grammar: str = "", deadline_s: float = 100.0) -> Submit:
+    ref = AdapterRef(adapter, f"digest of {adapter}", "/a")
+    sampling = SamplingParams(8, grammar=grammar, adapter=ref)
+    return replace(submit(name, deadline_s=deadline_s), sampling=sampling, salt=ref.salted(""))
 
 
 def audit(name: str) -> Audit:
@@ -161,6 +183,7 @@ def test_at_the_end_nobody_waits_and_the_compilers_are_closed(scene: Scene) -> N
     scene.gate.close()
     assert scene.compilers.futures[0].cancelled()
     assert scene.compilers.closed
+    assert scene.adapters.closed
     assert len(scene.gate) == 0
 
 
@@ -194,3 +217,44 @@ def test_a_request_with_a_name_waits_on_for_nobody(scene: Scene, way: str) -> No
     for future in scene.compilers.futures[:1]:
         future.set_result(STARTED)
     assert [(session, request) for session, request, _ in scene.passed()] == [(UNOWNED, "kept")]
+
+
+def test_a_request_waits_for_its_adapter_and_passes_where_another_can_not_have_its_own(scene: Scene) -> None:
+    for name in "abc":
+        assert scene.gate.holds(ONE, adapted(name, f"of {name}")) is True
+    scene.adapters.there, scene.adapters.broken = {"of c"}, {"of a"}
+    (_, first, refused), (_, second, said) = scene.passed()
+    assert isinstance(refused, AdmissionRefusal)
+    assert (first, refused.kind, "of a can't be used: it has changed" in refused.message) == (
+        "a", ErrorKind.ADAPTER, True,
+    )  # fmt: skip
+    assert (second, said, len(scene.gate)) == ("c", None, 1)
+    assert scene.gate.holds(ONE, adapted("d", "of c")) is False, "it is in memory"
+    late = scene.gate.holds(ONE, adapted("e", "of a"))
+    assert isinstance(late, AdmissionRefusal)
+    assert late.kind is ErrorKind.ADAPTER
+
+
+def test_a_request_waits_for_room_for_its_adapter_so_long_and_never_beyond_its_deadline(scene: Scene) -> None:
+    for name, deadline_s in (("long", 100.0), ("short", 5.0)):
+        assert scene.gate.holds(ONE, adapted(name, "of none", deadline_s=deadline_s)) is True
+    for seconds, name in ((5.0, "short"), (ADAPTER_WAIT_S, "long")):
+        assert scene.gate.next_deadline == seconds
+        scene.clock.advance(seconds - 1 - scene.clock.now())
+        assert scene.passed() == []
+        scene.clock.advance(1)
+        ((_, ended, said),) = scene.passed()
+        assert isinstance(said, AdmissionRefusal)
+        assert (ended, said.kind, "no room for its adapter" in said.message) == (name, ErrorKind.ADAPTER, True)
+    assert scene.gate.next_deadline is None
+
+
+def test_a_request_with_both_waits_for_its_grammar_and_then_for_its_adapter(scene: Scene) -> None:
+    assert scene.gate.holds(ONE, adapted("a", "of a", grammar="g", deadline_s=100.0)) is True
+    scene.clock.advance(ADAPTER_WAIT_S - 1)
+    assert scene.passed() == []
+    scene.compilers.futures[0].set_result(STARTED)
+    assert scene.passed() == [], "its grammar alone is not enough"
+    scene.adapters.there = {"of a"}
+    ((_, _, said),) = scene.passed()
+    assert isinstance(said, AnswerGrammar)

@@ -28,11 +28,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from twinpool.engine.attention.attention_backend import BLOCK, ScanState
+from twinpool.engine.attention.attention_backend import BLOCK, ScanState, conv_positions
 from twinpool.engine.attention.attention_plan import SlotPlan
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
@@ -54,6 +55,19 @@ ScanStep = tuple[slice | Tensor, int | Tensor]
 """Items and rows of T to compute at once: the same row of some items, or a row of each item's own."""
 
 
+class KnownRows(NamedTuple):
+    """The rows of sequences' first blocks that their slots hold from earlier steps: positions of the block before the
+    step. What a slot has behind them was computed for tokens that didn't come to be. [n] int64 each."""
+
+    slots_n: Tensor
+    items_n: Tensor
+    rows_n: Tensor
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Those of a state buffer, [n, H, ...]."""
+        return buffer[self.slots_n, :, self.rows_n]
+
+
 @dataclass(frozen=True)
 class StepBlocks:
     """The places of one step's rows in blocks. B sequences in the order of the scan, W items; integers are int64."""
@@ -69,9 +83,8 @@ class StepBlocks:
     """[B]: the last item of each sequence."""
     gone_bc: Tensor
     """[B, BLOCK] bool: rows that are zeros in the slot after the step."""
-    known_bc: Tensor | None
-    """[B, BLOCK] bool: rows of the first block that the slot holds from earlier steps. None: every sequence begins at a
-    block's first position."""
+    known: KnownRows | None
+    """None: every sequence begins at a block's first position."""
     row_b: Tensor | None
     """[B]: the row of each sequence in its block, where every sequence has one row (decode); else None."""
     steps: Sequence[ScanStep]
@@ -82,9 +95,9 @@ def by_block(x_th: Tensor, blocks: StepBlocks, before: Tensor | None = None) -> 
     """Lay rows [T, H, ...] into blocks, [W, H, BLOCK, ...]. `before` is a state buffer that has earlier rows of each
     sequence's first block."""
     x_wch = x_th.new_zeros(blocks.items, BLOCK, *x_th.shape[1:])
-    if before is not None and blocks.known_bc is not None:
-        x_wch[: len(blocks.slots_b)] = before[blocks.slots_b].transpose(1, 2)
     x_wch.flatten(0, 1).index_copy_(0, blocks.cells_t, x_th)
+    if before is not None and blocks.known is not None:
+        x_wch[blocks.known.items_n, blocks.known.rows_n] = blocks.known.of(before)
     return x_wch.transpose(1, 2).contiguous()
 
 
@@ -120,12 +133,21 @@ def laid_out(plan: SlotPlan) -> StepBlocks:
         rounds=[_BlockRound(offsets[n], width, sum(f > n for f in filled)) for n, width in enumerate(widths)],
         last_b=integers([offsets[items[b] - 1] + place for place, b in enumerate(order)]),
         gone_bc=gone_bc if muted_b is None else gone_bc | muted_b[:, None],
-        known_bc=row_c < integers([starts[b] % BLOCK for b in order])[:, None]
-        if any(start % BLOCK for start in starts)
-        else None,
+        known=_known(plan, order),
         row_b=integers([starts[b] % BLOCK for b in order]) if max(counts) == 1 else None,
         steps=_steps(fresh, device),
     )
+
+
+def _known(plan: SlotPlan, order: Sequence[int]) -> KnownRows | None:
+    """The known rows of a step whose sequences are scanned in this `order`."""
+    held = [plan.starts[b] % BLOCK for b in order]
+    if not any(held):
+        return None
+    device = plan.tables_bp.device
+    items_n = torch.tensor([item for item, count in enumerate(held) for _ in range(count)], device=device)
+    rows_n = torch.tensor([row for count in held for row in range(count)], device=device)
+    return KnownRows(plan.slots_b[torch.tensor(order, device=device)[items_n]], items_n, rows_n)
 
 
 def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanStep]:
@@ -141,21 +163,48 @@ def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanS
     return steps
 
 
-def conv_lines(plan: SlotPlan, taps: int) -> tuple[Tensor, Tensor]:
-    """Find the inputs of a convolution on an axis that has the slots' inputs ([B * taps]), then the step's ([T]).
+@dataclass(frozen=True)
+class ConvPlaces:
+    """What a convolution over `taps` positions reads and writes in one step; integers are int64."""
 
-    Returns the places of each row's taps, [taps + 1, T], and of each sequence's last `taps` inputs, [B, taps]; int64.
-    """
+    read_bk: Tensor
+    """[B, taps]: the entries of each sequence's slot that its rows read."""
+    lines_kt: Tensor
+    """[taps + 1, T]: the inputs of each row, on an axis that has what is read of the slots ([B * taps]), then the
+    step's rows ([T])."""
+    kept_n: Tensor | None
+    """[n]: the rows that are written into slots; None: all."""
+    slots_n: Tensor
+    """[n]: the slots of those rows."""
+    entries_n: Tensor
+    """[n]: the entries that they get there."""
+
+
+def conv_places(plan: SlotPlan, taps: int) -> ConvPlaces:
+    held, batch = conv_positions(taps), len(plan.starts)
+    read: list[list[int]] = []
     lines: list[list[int]] = []
-    last: list[list[int]] = []
-    row = len(plan.starts) * taps
-    for b, count in enumerate(plan.counts):
-        mine = [*range(b * taps, (b + 1) * taps), *range(row, row + count)]
+    kept: list[int] = []
+    entries: list[int] = []
+    sequences: list[int] = []
+    first = 0
+    for b, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        read.append([at % held for at in range(start - taps, start)])
+        mine = [*range(b * taps, (b + 1) * taps), *range(batch * taps + first, batch * taps + first + count)]
         lines += [mine[i : i + taps + 1] for i in range(count)]
-        last.append(mine[count:])
-        row += count
+        rows = range(max(0, count - held), count)
+        kept += [first + row for row in rows]
+        entries += [(start + row) % held for row in rows]
+        sequences += [b] * len(rows)
+        first += count
     device = plan.tables_bp.device
-    return torch.tensor(lines, device=device).t().contiguous(), torch.tensor(last, device=device)
+    return ConvPlaces(
+        torch.tensor(read, dtype=torch.int64, device=device),
+        torch.tensor(lines, device=device).t().contiguous(),
+        None if len(kept) == first else torch.tensor(kept, device=device),
+        plan.slots_b if len(kept) == batch else plan.slots_b[torch.tensor(sequences, device=device)],
+        torch.tensor(entries, device=device),
+    )
 
 
 class TorchRecurrence:
@@ -170,21 +219,23 @@ class TorchRecurrence:
         taps, batch = len(weight_kc) - 1, len(plan.starts)
         key = f"torch conv {taps}"
         if key not in plan.scratch:
-            plan.scratch[key] = conv_lines(plan, taps)
-        line_kt, last_bk = plan.scratch[key]
-        before = [state[plan.slots_b].transpose(1, 2).reshape(batch * taps, -1) for state in states]
+            plan.scratch[key] = conv_places(plan, taps)
+        places: ConvPlaces = plan.scratch[key]
+        slots_b1 = plan.slots_b.unsqueeze(1)
+        before = [state[slots_b1, :, places.read_bk].reshape(batch * taps, -1) for state in states]
         lines = torch.cat((torch.cat(before, dim=1), x_tc))
-        out_tc = lines[line_kt[0]].float().mul_(weight_kc[0])
+        out_tc = lines[places.lines_kt[0]].float().mul_(weight_kc[0])
         for tap in range(1, taps + 1):
-            out_tc.add_(lines[line_kt[tap]].float().mul_(weight_kc[tap]))
+            out_tc.add_(lines[places.lines_kt[tap]].float().mul_(weight_kc[tap]))
         if bias_c is not None:
             out_tc.add_(bias_c)
-        after_bkc = lines[last_bk]
+        kept_nc = x_tc if places.kept_n is None else x_tc[places.kept_n]
         if plan.muted_b is not None:
-            after_bkc.masked_fill_(plan.muted_b[:, None, None], 0.0)
+            muted_t = plan.muted_b.repeat_interleave(plan.offsets_b.diff())
+            kept_nc = kept_nc.masked_fill((muted_t if places.kept_n is None else muted_t[places.kept_n])[:, None], 0.0)
         widths = [state.shape[1] * state.shape[3] for state in states]
-        for state, part in zip(states, torch.split(after_bkc, widths, dim=2), strict=True):
-            state.index_copy_(0, plan.slots_b, part.view(batch, taps, -1, state.shape[3]).transpose(1, 2))
+        for state, part in zip(states, torch.split(kept_nc, widths, dim=1), strict=True):
+            state[places.slots_n, :, places.entries_n] = part.reshape(len(part), -1, state.shape[3])
         return out_tc.to(x_tc.dtype)
 
     def scan(
@@ -254,9 +305,8 @@ class TorchRecurrence:
             u_whcv = v_whcv[here]
             if solved_whcc is not None:
                 u_whcv -= found[:, :, BLOCK:]
-                if turn.first == 0 and blocks.known_bc is not None:
-                    known = blocks.known_bc[:, None, :, None]
-                    torch.where(known, state.values[blocks.slots_b], u_whcv, out=u_whcv)
+                if turn.first == 0 and blocks.known is not None:
+                    u_whcv[blocks.known.items_n, :, blocks.known.rows_n] = blocks.known.of(state.values)
                 u_whcv = self._products(solved_whcc[here], u_whcv)
             out_whcv[here] = self._products(attend_whcc[here], u_whcv).add_(found[:, :, :BLOCK])
             if turn.full:
@@ -304,8 +354,8 @@ def _solve(a_whcc: Tensor, blocks: StepBlocks, state: ScanState) -> Tensor:
     """T = (1 + A)^-1, row by row: [W, H, BLOCK, BLOCK]. Rows of earlier steps are taken from the slots."""
     assert state.solved is not None, "the delta rule keeps T"
     t_whcc = torch.zeros_like(a_whcc)
-    if blocks.known_bc is not None:
-        t_whcc[: len(blocks.slots_b)] = state.solved[blocks.slots_b]
+    if blocks.known is not None:
+        t_whcc[blocks.known.items_n, :, blocks.known.rows_n] = blocks.known.of(state.solved)
     for items, row in blocks.steps:
         some = t_whcc[items]
         a_n1c = a_whcc[items, :, row].reshape(-1, 1, BLOCK)

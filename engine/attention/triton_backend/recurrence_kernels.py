@@ -37,11 +37,12 @@ BLOCK = tl.constexpr(16)
 @triton.jit
 def conv_kernel(
     x_ptr, x_stride_t, state_ptr, state_stride_s, weight_ptr, bias_ptr, out_ptr, out_stride_t,
-    offsets_ptr, slots_ptr, muted_ptr, first_channel, channels,
-    UNITS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr, MUTED: tl.constexpr,
+    offsets_ptr, starts_ptr, slots_ptr, muted_ptr, first_channel, channels,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, HELD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, MUTED: tl.constexpr,
 ):  # fmt: skip
-    """The channels of one state buffer, from `first_channel` of `channels` on; one tile of rows of one sequence."""
+    """The channels of one state buffer, from `first_channel` of `channels` on; one tile of rows of one sequence. A slot
+    has entries for `HELD` positions."""
     sequence = tl.program_id(0)
     tile = tl.program_id(1)
     first = tl.load(offsets_ptr + sequence)
@@ -50,7 +51,8 @@ def conv_kernel(
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < UNITS * WIDTH
-        entry = state_ptr + slot * state_stride_s + column // WIDTH * (TAPS * WIDTH) + column % WIDTH
+        entry = state_ptr + slot * state_stride_s + column // WIDTH * (HELD * WIDTH) + column % WIDTH
+        start = tl.load(starts_ptr + sequence)
         row = tile * ROWS + tl.arange(0, ROWS)
         live = (row < count)[:, None] & inside[None, :]
         source = x_ptr + first.to(tl.int64) * x_stride_t + first_channel + column
@@ -58,7 +60,8 @@ def conv_kernel(
         for tap in tl.static_range(TAPS + 1):
             at = row + tap - TAPS
             new = tl.load(source[None, :] + at[:, None] * x_stride_t, mask=live & (at >= 0)[:, None], other=0.0)
-            old = tl.load(entry[None, :] + (at + TAPS)[:, None] * WIDTH, mask=live & (at < 0)[:, None], other=0.0)
+            place = (start + at + HELD) % HELD
+            old = tl.load(entry[None, :] + place[:, None] * WIDTH, mask=live & (at < 0)[:, None], other=0.0)
             weight = tl.load(weight_ptr + tap * channels + first_channel + column, mask=inside, other=0.0)
             acc = tl.fma((new + old).to(tl.float32), tl.broadcast_to(weight[None, :], acc.shape), acc)
         if BIAS:
@@ -70,11 +73,12 @@ def conv_kernel(
             stale = count < 0
             if MUTED:
                 stale = tl.load(muted_ptr + sequence) != 0
-            for tap in tl.static_range(TAPS):
-                back = count + tap - TAPS
-                fresh = tl.load(source + back * x_stride_t, mask=inside & (back >= 0), other=0.0)
-                moved = tl.load(entry + (back + TAPS) * WIDTH, mask=inside & (back < 0), other=0.0)
-                tl.store(entry + tap * WIDTH, tl.where(stale, 0.0, fresh + moved), mask=inside)
+            for begin in tl.static_range(0, HELD, ROWS):
+                last = count - 1 - begin - tl.arange(0, ROWS)
+                kept = ((last >= 0) & (last >= count - HELD))[:, None] & inside[None, :]
+                value = tl.load(source[None, :] + last[:, None] * x_stride_t, mask=kept, other=0.0)
+                place = (start + last + HELD) % HELD
+                tl.store(entry[None, :] + place[:, None] * WIDTH, tl.where(stale, 0.0, value), mask=kept)
 
 
 @triton.jit

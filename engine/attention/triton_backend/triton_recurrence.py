@@ -47,7 +47,7 @@ class TritonRecurrence:
         out_tc = torch.empty_like(x_tc, memory_format=torch.contiguous_format)
         first = 0
         for state in states:
-            units, taps, width = state.shape[1:]
+            units, held, width = state.shape[1:]
             channels = units * width
             columns = min(_CONV_COLUMNS, triton.next_power_of_2(channels))
             grid = (len(plan.starts), triton.cdiv(rows.longest, _CONV_ROWS), triton.cdiv(channels, columns))
@@ -61,13 +61,15 @@ class TritonRecurrence:
                 out_tc,
                 out_tc.stride(0),
                 rows.offsets_b,
+                rows.starts_b,
                 rows.slots_b,
                 rows.muted_b,
                 first,
                 weight_kc.shape[1],
                 UNITS=units,
                 WIDTH=width,
-                TAPS=taps,
+                TAPS=len(weight_kc) - 1,
+                HELD=held,
                 ROWS=_CONV_ROWS,
                 COLUMNS=columns,
                 BIAS=bias_c is not None,

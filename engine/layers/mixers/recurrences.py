@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from twinpool.contracts.checkpoint.json_fields import JsonFields
-from twinpool.engine.attention.attention_backend import ScanState, scan_buffers
+from twinpool.engine.attention.attention_backend import ScanState, conv_positions, scan_buffers
 from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
 from twinpool.engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
 from twinpool.engine.tensors.shard import Shard, ShardAxis
@@ -28,13 +28,13 @@ from twinpool.engine.weight_formats.block_weight import Weight, select_rows
 def conv_buffer(
     name: str, layers: int, units: int, width: int, taps: int, dtype: torch.dtype, shard: Shard
 ) -> BufferSpec:
-    """Declare a buffer of the last `taps` inputs of `units` heads or groups of `width` channels: [units, taps, width] a
-    slot.
+    """Declare a buffer of the inputs of `units` heads or groups of `width` channels, as a convolution over `taps`
+    positions before each needs them: [units, conv_positions(taps), width] a slot.
 
     Parts of the channels that ranks divide in different ways need a buffer each.
     """
     here = shard.heads(units, "heads of a convolution")
-    shape = (len(here), taps, width)
+    shape = (len(here), conv_positions(taps), width)
     return BufferSpec(name, layers, shape, dtype, IndexSpace.SLOT, heads=units, first_head=here.start)
 
 
@@ -63,7 +63,7 @@ class CausalConv:
         assert all(part.whole == whole for part in parts), "the channels are parts of one axis"
 
     def __call__(self, x_tc: Tensor, ctx: ForwardContext) -> Tensor:
-        """Convolve [T, channels] in the model's dtype, without padding; writes the last inputs into the slots."""
+        """Convolve [T, channels] in the model's dtype, without padding; writes the inputs into the slots."""
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]
         out_tc = ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])

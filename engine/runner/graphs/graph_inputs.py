@@ -17,7 +17,6 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.load_gate import GateDoor
-from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.layers.decoder import ForwardContext
@@ -57,7 +56,6 @@ class GraphInputs:
     """The inputs of all graphs of a model, which have these `sizes`."""
 
     def __init__(self, spec: PoolSetSpec, numerics: Numerics, sizes: Sequence[GraphSize], device: torch.device) -> None:
-        """Raises `ConfigError` for several positions a row beside recurrent states."""
         self._numerics, self._page_tokens = numerics, spec.page_tokens
         tokens, sequences = max(size.tokens for size in sizes), max(size.sequences for size in sizes)
         self._paged = [pool for pool in spec.pools if pool.kind is not PoolKind.STATE]
@@ -82,8 +80,7 @@ class GraphInputs:
             for pool in spec.pools
             if pool.kind is PoolKind.STATE
         }
-        if self._states and any(size.positions > 1 for size in sizes):
-            raise ConfigError("rows of several positions can't be taken out of a recurrent state again")
+        self._muted_b = torch.ones(sequences, dtype=torch.bool, device=device)
 
     def width(self, pool: PoolSpec, size: GraphSize) -> int:
         """How many entries of a block table of `pool` a graph of this size reads."""
@@ -124,10 +121,10 @@ class GraphInputs:
             name: SlotPlan(
                 tables_bp=slots_b1[:sequences],
                 starts=(0,) * sequences,
-                counts=(1,) * sequences,
+                counts=(size.positions,) * sequences,
                 starts_b=self._starts_b[:sequences],
                 offsets_b=offsets_b,
-                muted_b=self._muted_t[:sequences],
+                muted_b=self._muted_b[:sequences],
             )
             for name, slots_b1 in self._states.items()
         }
@@ -156,7 +153,10 @@ class GraphInputs:
                 assert plan.firsts_b is not None, "tables of windows begin somewhere"
                 _put(firsts_b, plan.firsts_b, sequences, 0)
         for name, slots_b1 in self._states.items():
-            _put(slots_b1, ctx.slots[name].tables_bp, sequences, 0)
+            mine = ctx.slots[name]
+            _put(slots_b1, mine.tables_bp, sequences, 0)
+            muted_b = mine.muted_b
+            _put(self._muted_b, muted_b if muted_b is not None else self._muted_b.new_zeros(rows), sequences, 1)
 
     def _padding_pages(self, size: GraphSize) -> int:
         """Entries of a block table that a sequence of padding reads: those of its positions from 0 on."""
@@ -183,6 +183,7 @@ class GraphInputs:
         for numbers in (self._starts_b, *self._states.values()):
             numbers[: size.sequences].fill_(0)
         self._muted_t[: size.tokens].fill_(1)
+        self._muted_b[: size.sequences].fill_(1)
         for tables_bp, _, firsts_b in self._pools.values():
             tables_bp[: size.sequences].fill_(0)
             if firsts_b is not None:

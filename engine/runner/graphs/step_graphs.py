@@ -139,7 +139,7 @@ class StepGraphs:
         drafted: DraftedSteps | None = None,
     ) -> None:
         """`doors`: of the pools' load gates. For steps of up to `rows` sequences in contexts of up to `context`
-        positions, and for `drafted` ones. Raises `ConfigError` for these beside recurrent states."""
+        positions, and for `drafted` ones."""
         self._decoder, self._numerics, self._attention, self._doors = decoder, numerics, attention, doors
         self._longest = context
         self.sizes = graph_sizes(rows, -(-context // spec.page_tokens), drafted)

@@ -107,6 +107,24 @@ deadline, gone = time.monotonic() + 60, []
 while not gone or ray.available_resources().get("twinpool_decode") != before:
     gone += launcher.ended(0.05)
     assert time.monotonic() < deadline, ray.available_resources()
+# Those that share their experts start once all are asked for, and are taken over with their places, which the last
+# gives back. Of a group that was asked for in part nothing is there for the next launcher.
+shared = dataclasses.replace(Config(), decode=dataclasses.replace(Config().decode, dp=2))
+group = [dataclasses.replace(plan(f"decode-{number}"), config=shared) for number in (12, 13, 14)]
+for one in (group[2], *group[:2]):
+    launcher.start(one)
+assert len(launcher.running()) == 4
+mine = [one for one in launcher._running.values() if one.started.together]
+assert len({ray.get(one.where, timeout=60).node_id for one in mine}) == 1
+launcher = joined("another")
+launcher.adopt()
+assert sorted(launcher.running()) == [("decode-12", 1), ("decode-13", 1), ("decode-7", 1)], launcher.running()
+for name, left in (("decode-12", before - 2), ("decode-13", before)):
+    launcher.kill(WorkerName(name), Incarnation(1), 0, "")
+    deadline, gone = time.monotonic() + 60, []
+    while not gone or ray.available_resources().get("twinpool_decode") != left:
+        gone += launcher.ended(0.05)
+        assert time.monotonic() < deadline, (name, ray.available_resources())
 print("places are given back")
 launcher.kill(WorkerName("decode-7"), Incarnation(1), 0, "")
 while not (ended := launcher.ended(1.0)):

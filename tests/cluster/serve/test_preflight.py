@@ -141,12 +141,10 @@ def test_an_endpoint_for_others_needs_keys_or_to_be_open(with_keys: bool, tmp_pa
     assert prepare(options(host="0.0.0.0", assignments=(setting,)), 8 * GIB).options.host == "0.0.0.0"
 
 
-def test_drafts_are_refused_for_a_model_that_can_have_none(tmp_path: Path) -> None:
+def test_every_model_has_drafts_unless_they_are_off(tmp_path: Path) -> None:
     wanted = ("decode.speculation=prompt_lookup",)
     hybrid = str(FAMILIES["falcon_h1"](tmp_path / "hybrid"))
-    with pytest.raises(ConfigError, match=r"recurrent states of this model; set decode.speculation=auto or off$"):
-        prepare(options(model=hybrid, assignments=wanted), 8 * GIB)
-    assert prepare(options(model=hybrid), 8 * GIB).config.decode.speculation == "off"
+    assert prepare(options(model=hybrid), 8 * GIB).config.decode.speculation == "prompt_lookup"
     assert prepare(options(assignments=wanted), 8 * GIB).config.decode.speculation == "prompt_lookup"
     assert prepare(options(), 8 * GIB).config.decode.speculation == "prompt_lookup"
     off = prepare(options(assignments=("decode.speculation=off",)), 8 * GIB)

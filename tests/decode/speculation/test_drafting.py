@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import BufferSpec
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import WorkerName
 from twinpool.contracts.messages.worker_events import Event, LegNote, Tokens
 from twinpool.decode.drafting import StepTimes, StepVerdict, WantedDraft, with_speculation
 from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
+from twinpool.engine.attention.attention_backend import undoable_positions
 from twinpool.engine.layers.decoder import FEATURES
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, StartedGrammar
@@ -33,8 +33,8 @@ class Answers:
     """A drafter that knows the answers: those of the same requests without drafts. `wrong`: at which places of a draft
     it errs; `silent`: whether it says nothing."""
 
-    def __init__(self, wrong: Sequence[int] = ()) -> None:
-        self.wrong, self.silent = wrong, False
+    def __init__(self, wrong: Sequence[int] = (), kind: str = "full") -> None:
+        self.wrong, self.silent, self.kind = wrong, False, kind
         self.asked: list[int] = []
         self._known: dict[str, list[int]] = {}
 
@@ -48,7 +48,7 @@ class Answers:
     def known(self, request: DecodeRequest, most: int) -> None:
         """Compute its answer of so many tokens."""
         name, submit = str(request.submit.request_id), request.submit
-        parts = DecodeParts(128)
+        parts = DecodeParts(128, kind=self.kind)
         (plain,) = parts.run(name, prompt=len(submit.tokens), most=most)
         while plain.generated < most:
             step(parts)
@@ -67,11 +67,11 @@ class Answers:
 
 
 def drafting(
-    wrong: Sequence[int] = (), device: Device | None = None, pages: int = 64, **decode: Any
+    wrong: Sequence[int] = (), device: Device | None = None, pages: int = 64, kind: str = "full", **decode: Any
 ) -> tuple[DecodeParts, Answers]:
-    drafter = Answers(wrong)
+    drafter = Answers(wrong, kind)
     config = {"draft_tokens": 4, "draft_requests": 2, **decode}
-    return DecodeParts(pages, device, drafter=drafter, decode=config), drafter
+    return DecodeParts(pages, device, kind=kind, drafter=drafter, decode=config), drafter
 
 
 def step(parts: DecodeParts, *, go_on: bool = False) -> list[Event | RequestFinished | RequestFailed]:
@@ -323,15 +323,29 @@ def test_a_request_says_where_its_drafts_and_lengths_disagree() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full+state", "all"])
-def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
-    drafter = Answers()
-    with pytest.raises(
-        ConfigError, match=r"decode.speculation=prompt_lookup: .* recurrent states .* set .*=auto or off"
-    ):
-        DecodeParts(kind=kind, drafter=drafter, decode={"speculation": "prompt_lookup"})
-    drafting = DecodeParts(kind=kind, drafter=drafter).drafting
-    assert drafting.verdict([cast(DecodeRequest, None)]) is None
-    assert drafter.asked == []
+def test_drafts_of_recurrent_states_end_before_their_block_of_16_positions_does(kind: str) -> None:
+    """And at no page boundary, where a snapshot would be taken of what may not come to be. The pages are of 4."""
+    for wrong in ((), (1,), (2, 5)):
+        parts, drafter = drafting(wrong, kind=kind, draft_tokens=12, pages=128)
+        (request,) = parts.run("a", most=80)
+        drafter.known(request, 80)
+        want, rows = drafter.right(request), list[tuple[int, int]]()
+        while len(request.tokens) < 70:
+            at = request.committed
+            batch = parts.scheduler.next_batch()
+            rows.append((at, len(request.drafts)))
+            parts.steps.launch(batch)
+            parts.scheduler.launched(batch)
+            list(parts.steps.landed(go_on=False))
+        assert request.tokens == want[: len(request.tokens)], wrong
+        drafted = [(at, at + 1 + drafts) for at, drafts in rows if drafts]
+        assert max(end - at for at, end in drafted) > (3 if wrong else 8)
+        assert all(at // 16 == end // 16 and end % 4 for at, end in drafted)
+
+
+def test_the_last_of_16_positions_is_no_draft_of_a_recurrent_state() -> None:
+    """It folds the block into the matrix, which can't be undone, whatever pages there are."""
+    assert [undoable_positions(at) for at in (0, 1, 13, 14, 15, 16, 31)] == [14, 13, 1, 0, 0, 14, 0]
 
 
 def test_drafts_are_counted_by_their_place_up_to_the_first_that_was_not_drawn() -> None:
@@ -494,15 +508,12 @@ def test_what_a_position_adds_to_a_step_is_fitted_by_the_latest_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full+state", "full"])
-def test_a_draft_model_is_what_drafts_unless_states_are_recurrent(kind: str) -> None:
+def test_a_draft_model_is_what_drafts_where_there_is_one(kind: str) -> None:
     spec = pool_sets(4)[kind]
+    config = config_from_dict({}).decode
+    assert with_speculation(config, spec).speculation == "prompt_lookup"
     full = replace(spec.full, buffers=(*spec.full.buffers, BufferSpec(FEATURES, 1, (8,), torch.float32)))
     spec = replace(spec, pools=tuple(full if pool.name == full.name else pool for pool in spec.pools))
-    config = config_from_dict({}).decode
-    if kind == "full":
-        assert with_speculation(config, spec).speculation == "draft_model"
-        off = replace(config, speculation="prompt_lookup")
-        assert with_speculation(off, spec) == off
-        return
-    with pytest.raises(ConfigError, match=r"^engine.draft_model: .* recurrent states of this model; leave it empty$"):
-        with_speculation(config, spec)
+    assert with_speculation(config, spec).speculation == "draft_model"
+    for asked in ("prompt_lookup", "off"):
+        assert with_speculation(replace(config, speculation=asked), spec).speculation == asked

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -15,11 +16,14 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
+from tests.support.certificates import TestAuthority
 from tests.support.ext_proc_protos import filter_metadata, header_map, parsed, proto
 from tests.support.free_ports import free_port
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ConfigError
+from twinpool.router.endpoint_picker import endpoint_picker
 from twinpool.router.endpoint_picker.endpoint_picker import (
+    ASKED_HEADERS,
     AWAY_S,
     HELD_BYTES_MOST,
     MOST_ASKED,
@@ -63,6 +67,8 @@ class Gateway:
 
     def __init__(self, picker: EndpointPicker, held: BodyBuffer | None = None) -> None:
         self.picker, self._held = picker, held or BodyBuffer(HELD_BYTES_MOST)
+        self.counted: dict[str, int] = {}
+        """Where the exchange counted as under way at its end."""
 
     async def talk(self, *messages: Any) -> list[Any]:
         """What the picker replies to these; the exchange is over then."""
@@ -71,7 +77,10 @@ class Gateway:
             for message in messages:
                 told = await exchange.take(read_request(message.SerializeToString()))
                 replies += [parsed("ProcessingResponse", one.to_bytes()) for one in told]
-                assert sum(self.picker.open.values()) <= 1
+                self.counted = dict(+self.picker.open)
+                assert sum(self.counted.values()) <= 1
+                if any(one.HasField("dynamic_metadata") for one in replies):
+                    assert not self._held.held, "the body goes on, and isn't held for the whole answer"
         finally:
             exchange.close()
         assert not self._held.held
@@ -159,6 +168,7 @@ def test_a_request_goes_where_its_prefix_is_and_its_body_passes_as_it_came(route
             proto("ProcessingRequest", response_body={"body": b"data: 1\n\n", "end_of_stream": True}),
         )
         assert chosen(replies) == [address(routers[there]), address(routers[1 - there])]
+        assert gateway.counted == {address(routers[1 - there]): 1}, "the gateway tried another one"
         assert replies[0].HasField("request_headers"), "headers come first"
         pieces = [one.request_body.response.body_mutation.streamed_response for one in replies[1:4]]
         assert [(one.body, one.end_of_stream) for one in pieces] == [
@@ -232,7 +242,7 @@ def test_only_endpoints_of_the_gateways_subset_are_chosen(routers: list[Server])
     picking(both, work)
 
 
-def test_bodies_come_as_the_gateway_has_them(routers: list[Server]) -> None:
+def test_bodies_come_as_the_gateway_has_them(routers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole ones are looked at; those that come too late, or are larger than what may be held, pass unseen."""
     routers[1].complete(prompt=PROMPT, max_tokens=2)
     both, raw = [address(router) for router in routers], json.dumps(completion()).encode()
@@ -254,12 +264,16 @@ def test_bodies_come_as_the_gateway_has_them(routers: list[Server]) -> None:
         replies = await gateway.talk(headers_message(), body_message(raw, False), trailers)
         assert chosen(replies) == both[::-1]
         assert replies[-1].HasField("request_trailers")
+        assert not any(one.request_body.response.body_mutation.streamed_response.end_of_stream for one in replies)
+        assert await gateway.talk(headers_message(), body_message(raw[:9], False)) == [], "its client leaves then"
         for path, method in (("/v1/models", "GET"), ("/tokenize", "POST"), ("/v1/files", "POST")):
             got = await gateway.talk(headers_message(method=method, path=path, end=True))
             assert sorted(chosen(got)) == sorted(both)
         small = Gateway(gateway.picker, BodyBuffer(len(raw) // 4))
-        whole = [await small.talk(headers_message(BUFFERED), body_message(raw, True)) for _ in range(2)]
-        assert {chosen(replies)[0] for replies in whole} == set(both), "unseen, so in turns"
+        for narrow, most in ((small, len(raw)), (gateway, len(raw) - 1)):
+            monkeypatch.setattr(endpoint_picker, "BODY_BYTES_MOST", most)
+            whole = [await narrow.talk(headers_message(BUFFERED), body_message(raw, True)) for _ in range(2)]
+            assert {chosen(replies)[0] for replies in whole} == set(both), "unseen, so in turns"
         replies = await small.talk(*asked(completion()))
         assert b"".join(r.request_body.response.body_mutation.streamed_response.body for r in replies[1:]) == raw
         assert sorted(chosen(replies)) == sorted(both)
@@ -307,11 +321,19 @@ def test_a_router_that_does_not_answer_is_left_out_and_asked_again_later(routers
     picking([gone, there], work, clock)
 
 
-def stand_ins(answer: Callable[[httpx.Request], httpx.Response], work: Callable[[Gateway], Awaitable[None]]) -> None:
-    """Do something with a picker that fails close and whose two routers answer as `answer` does."""
+TWO = ["10.0.0.1:8000", "10.0.0.2:8000"]
+PREVIEW = {"prompt_tokens": 64, "cached_tokens": 0, "queued_tokens": 0, "first_token_s": None, "waiting": 0}
+
+
+def stand_ins(
+    answer: Callable[[httpx.Request], httpx.Response],
+    work: Callable[[Gateway], Awaitable[None]],
+    names: Sequence[str] = TWO,
+) -> None:
+    """Do something with a picker that fails close and whose routers answer as `answer` does."""
 
     async def run() -> None:
-        endpoints = Endpoints(TWO)
+        endpoints = Endpoints(names)
         await endpoints.resolve()
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             await work(Gateway(EndpointPicker(endpoints, client, ManualClock(), 60.0, fail_open=False)))
@@ -319,15 +341,12 @@ def stand_ins(answer: Callable[[httpx.Request], httpx.Response], work: Callable[
     asyncio.run(run())
 
 
-TWO = ["10.0.0.1:8000", "10.0.0.2:8000"]
-PREVIEW = {"prompt_tokens": 64, "cached_tokens": 0, "queued_tokens": 0, "first_token_s": None, "waiting": 0}
-
-
 def test_one_that_was_left_out_is_asked_where_no_other_answers() -> None:
-    gone = {TWO[0]}
+    gone, asks = {TWO[0]}, list[str]()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.netloc.decode() in gone:
+        asks.append(request.url.netloc.decode())
+        if asks[-1] in gone:
             raise httpx.ConnectError("nobody listens")
         return httpx.Response(200, json=PREVIEW)
 
@@ -335,30 +354,116 @@ def test_one_that_was_left_out_is_asked_where_no_other_answers() -> None:
         assert await gateway.destination(completion()) == [TWO[1]]
         gone.symmetric_difference_update(TWO)
         assert await gateway.destination(completion()) == [TWO[0]]
+        asks.clear()
+        assert await gateway.destination(completion()) == [TWO[0]]
+        assert asks == [TWO[0]], "it has answered, and is asked as any other"
 
     stand_ins(answer, work)
 
 
-def test_previews_have_their_clients_headers_byte_for_byte() -> None:
-    sessions = list[bytes]()
+def test_previews_have_their_clients_headers_byte_for_byte_and_no_others() -> None:
+    told = list[dict[bytes, bytes]]()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        sessions.append(dict(request.headers.raw)[b"x-session-id"])
+        told.append(dict(request.headers.raw))
         return httpx.Response(200, json=PREVIEW)
 
     async def work(gateway: Gateway) -> None:
-        assert len(await gateway.destination(completion(), x_session_id="café")) == 2
-        assert sessions == ["café".encode()] * 2
+        given = {name.replace("-", "_"): f"café {name}" for name in (*ASKED_HEADERS, "cookie")}
+        assert len(await gateway.destination(completion(), **given)) == 2
+        for headers in told:
+            assert {name: headers.get(name.encode()) for name in ASKED_HEADERS} == {
+                name: f"café {name}".encode() for name in ASKED_HEADERS
+            }
+            assert b"cookie" not in headers
+        assert {b"authorization", b"x-api-key", b"content-type"} <= told[1].keys()
 
     stand_ins(answer, work)
 
 
 def test_a_wrong_request_goes_to_a_router_that_says_what_is_wrong() -> None:
+    full = iter((429, 502, 503, 504))
+
     async def work(gateway: Gateway) -> None:
-        for _ in TWO:
+        for _ in range(4):
             assert await gateway.destination(completion()) == [TWO[1]]
 
-    stand_ins(lambda request: httpx.Response(429 if request.url.netloc.decode() == TWO[0] else 400), work)
+    stand_ins(lambda request: httpx.Response(next(full) if request.url.netloc.decode() == TWO[0] else 400), work)
+
+
+def test_where_all_refuse_for_now_a_full_one_says_so_before_one_that_is_away() -> None:
+    refusals = {TWO[0]: httpx.Response(503, text="away"), TWO[1]: httpx.Response(429, text="full")}
+
+    async def work(gateway: Gateway) -> None:
+        for _ in TWO:
+            (reply,) = await gateway.talk(*asked(completion()))
+            assert (reply.immediate_response.status.code, reply.immediate_response.body) == (429, b"full")
+
+    stand_ins(lambda request: refusals[request.url.netloc.decode()], work)
+
+
+@pytest.mark.parametrize(
+    ("told", "order"),
+    [
+        ([{"queued_tokens": 1}, {}], [1, 0]),
+        ([{"cached_tokens": 1}, {}], [0, 1]),
+        ([{"waiting": 1}, {"queued_tokens": 999}], [1, 0]),
+        ([{"first_token_s": 1.0}, {"first_token_s": 0.5, "queued_tokens": 999}], [1, 0]),
+        ([{"first_token_s": 0.6}, {"first_token_s": 0.5, "queued_tokens": 999}], [0, 1]),
+        ([{"first_token_s": 1.0}, {"first_token_s": 0.5, "queued_tokens": 9}, {"queued_tokens": 1}], [0, 2, 1]),
+    ],
+    ids=["queued", "cached", "waiting", "much later", "about as soon", "one can't tell"],
+)
+def test_of_those_that_answer_about_as_soon_the_one_with_least_to_compute_is_chosen(
+    told: list[dict[str, Any]], order: list[int]
+) -> None:
+    names = [f"10.0.0.{number}:8000" for number in range(len(told))]
+    said = {name: httpx.Response(200, json=PREVIEW | one) for name, one in zip(names, told, strict=True)}
+
+    async def work(gateway: Gateway) -> None:
+        for _ in names:
+            assert await gateway.destination(completion()) == [names[number] for number in order]
+
+    stand_ins(lambda request: said[request.url.netloc.decode()], work, names)
+
+
+def test_over_tls_a_router_is_asked_at_its_address_and_checked_by_its_name(tmp_path: Path) -> None:
+    asks = list[tuple[str, object]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asks.append((str(request.url), request.extensions["sni_hostname"]))
+        return httpx.Response(200, json=PREVIEW)
+
+    async def run() -> None:
+        endpoints = Endpoints(["router.example:8443"], ca=str(TestAuthority(tmp_path).ca))
+        endpoints.hosts = {"10.0.0.1:8443": "router.example"}
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            gateway = Gateway(EndpointPicker(endpoints, client, ManualClock(), 60.0))
+            assert await gateway.destination(completion()) == ["10.0.0.1:8443"]
+
+    asyncio.run(run())
+    assert asks == [(f"https://10.0.0.1:8443{PATH}", "router.example")]
+
+
+def test_a_name_that_can_not_be_looked_up_keeps_its_addresses_and_no_others() -> None:
+    places = {"a": ["10.0.0.1"], "b": ["10.0.0.2", "10.0.0.3"]}
+
+    async def look_up(host: str, port: int, **how: Any) -> list[Any]:
+        if host not in places:
+            raise OSError("no such name")
+        return [(2, 1, 6, "", (place, port)) for place in places[host]]
+
+    async def run() -> None:
+        endpoints = Endpoints(["a:1", "b:2"])
+        asyncio.get_running_loop().getaddrinfo = look_up  # type: ignore[method-assign,assignment]
+        await endpoints.resolve()
+        assert endpoints.hosts == {"10.0.0.1:1": "a", "10.0.0.2:2": "b", "10.0.0.3:2": "b"}
+        del places["a"]
+        places["b"] = ["10.0.0.4"]
+        await endpoints.resolve()
+        assert endpoints.hosts == {"10.0.0.1:1": "a", "10.0.0.4:2": "b"}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("fail_open", [True, False])
@@ -407,6 +512,9 @@ def test_bytes_that_are_no_message_are_refused_and_never_more() -> None:
             read_request(bytes(data[: draw.randrange(len(data) + 1)]))
         except ValueError:
             continue
+    for whole in good:
+        with pytest.raises(ValueError, match=r"beyond its message|without an end"):
+            read_request(whole[:-1])
     deep: dict[str, Any] = {}
     for _ in range(20):
         deep = {"x": deep}
@@ -422,7 +530,8 @@ def test_it_is_served_over_grpc_with_health_checks(routers: list[Server]) -> Non
         endpoints = Endpoints([address(routers[0])])
         async with endpoints.client(60.0) as client:
             server = grpc.aio.server()
-            PickerService(endpoints, EndpointPicker(endpoints, client, ManualClock(), 60.0)).add_to(server)
+            picker = EndpointPicker(endpoints, client, ManualClock(), 60.0)
+            PickerService(endpoints, picker).add_to(server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -446,5 +555,6 @@ def test_it_is_served_over_grpc_with_health_checks(routers: list[Server]) -> Non
                     async for _ in process(iter([b"\xff"]), timeout=60):
                         pass
             await server.stop(None)
+            assert not +picker.open, "exchanges that are over are counted nowhere"
 
     asyncio.run(work())

@@ -19,7 +19,10 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0
 def asked() -> Iterator[Server]:
     """A router that has answered a few requests."""
     with serving(FakeCluster()) as server:
-        server.cluster["prefill-0"].counters = {"preemptions": 2.0, "host_pages_total": 8.0, "host_pages_used": 6.0}
+        shared = {"dp_steps": 9.0, "dp_idle_steps": 4.0, "dp_idle_rows": 70.0}
+        server.cluster["prefill-0"].counters = {
+            "preemptions": 2.0, "host_pages_total": 8.0, "host_pages_used": 6.0, **shared,
+        }  # fmt: skip
         server.cluster["decode-0"].counters = {"retractions": 3.0, "retracted": 1.0}
         server.call(server.cluster.changed)
         server.complete(max_tokens=4)
@@ -101,6 +104,15 @@ def test_workers_have_their_state_starts_and_pages(asked: Server) -> None:
     assert found['twinpool_workers{role="prefill",state="dead"}'] == 0
     assert found['twinpool_kv_usage_ratio{role="prefill",tier="host",worker="prefill-0"}'] == 0.75
     assert found['twinpool_preemptions_total{role="prefill",worker="prefill-0"}'] == 2
+
+
+def test_a_worker_that_shares_its_experts_has_the_steps_that_it_took_with_rows_and_without(asked: Server) -> None:
+    found = {name: value for name, value in samples(asked).items() if name.startswith("twinpool_worker_shared_steps")}
+    assert found == {
+        'twinpool_worker_shared_steps_total{role="prefill",rows="some",worker="prefill-0"}': 5,
+        'twinpool_worker_shared_steps_total{role="prefill",rows="none",worker="prefill-0"}': 4,
+        'twinpool_worker_shared_steps_idle_rows_total{role="prefill",worker="prefill-0"}': 70,
+    }
 
 
 def test_placements_are_counted_by_worker_and_policy(asked: Server) -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from openai import OpenAI
+from safetensors.numpy import save_file
 
 from tests.router.fake_worker import embedding
 from tests.router.http_server import Server
 from tests.router.stage import Stage
-from twinpool.contracts.checkpoint.model_spec import Pooling, read_pooling
+from tests.support.checkpoints import make_checkpoint
+from twinpool.contracts.checkpoint.model_spec import Pooling, read_model_spec, read_pooling
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done, Embedding, LegReport
@@ -61,6 +63,12 @@ def test_fewer_dimensions_are_cut_and_then_normalised_again(server: Server) -> N
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(vector, unit([5, 6, 7], 3), rtol=1e-6)
     assert abs(float(np.linalg.norm(vector)) - 1) < 1e-6
+    assert server.post(PATH, {"input": [5, 6, 7], "dimensions": 192}).status_code == 200, "as many as the model has"
+
+
+def test_a_request_says_whether_its_vectors_keep_their_length(server: Server) -> None:
+    answer = server.post(PATH, {"input": [5, 6, 7], "normalize": False}).json()
+    np.testing.assert_allclose(answer["data"][0]["embedding"], embedding([5, 6, 7]), rtol=1e-6)
 
 
 def test_no_decode_worker_is_asked_and_the_timeline_is_there(server: Server) -> None:
@@ -87,6 +95,7 @@ def test_no_decode_worker_is_asked_and_the_timeline_is_there(server: Server) -> 
         ({"input": "a", "dimensions": 0}, "dimensions", "from 1"),
         ({"input": "a", "dimensions": 10**6}, "dimensions", "is above the 192 that the model has"),
         ({"input": "a", "dimensions": "8"}, "dimensions", "must be an integer"),
+        ({"input": "a", "normalize": "no"}, "normalize", "must be true or false"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "must be float or base64"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
         ({"input": "a", "prompt": "b"}, "prompt", "a field of other endpoints"),
@@ -136,13 +145,79 @@ def test_a_checkpoints_own_files_say_whether_its_vectors_are_normalised(tmp_path
 @pytest.mark.parametrize(
     ("mode", "module", "why"),
     [
-        ("pooling_mode_weightedmean_tokens", "Normalize", "pools by pooling_mode_weightedmean_tokens"),
-        ("pooling_mode_lasttoken", "Dense", "modules of it aren't supported: Dense"),
+        ("pooling_mode_weightedmean_tokens", "Normalize", "it pools by weightedmean_tokens, not by one of last, mean"),
+        ("pooling_mode_lasttoken", "LayerNorm", "modules of it aren't supported: LayerNorm"),
+        ("pooling_mode_lasttoken", "Pooling", "its modules are Transformer, Pooling, Pooling, and supported is"),
+        ("pooling_mode_lasttoken", "Dense", "2_Dense/config.json"),
     ],
 )
 def test_what_a_checkpoint_needs_and_is_not_here_is_told(tmp_path: Path, mode: str, module: str, why: str) -> None:
     folder = sentence_transformer(tmp_path, mode, "Transformer", "Pooling", module)
     assert why in read_pooling(folder).refusal
+
+
+@pytest.mark.parametrize(
+    ("written", "way", "why"),
+    [
+        ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean", ""),
+        ({"pooling_mode": ["cls"]}, "cls", ""),
+        ({"pooling_mode_cls_token": True, "include_prompt": False}, "cls", ""),
+        ({}, "mean", ""),
+        ({"pooling_mode": ["cls", "mean"]}, "last", "it pools by cls and mean, not by one of last, mean, cls"),
+        ({"pooling_mode": "mean", "include_prompt": False}, "last", "leaves prompts out of its mean (include_prompt)"),
+    ],
+)
+def test_a_pooling_is_named_as_sentence_transformers_names_it(
+    tmp_path: Path, written: dict[str, Any], way: str, why: str
+) -> None:
+    folder = sentence_transformer(tmp_path, "", "Transformer", "Pooling", "Normalize")
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(written))
+    found = read_pooling(folder)
+    assert (found.way, found.asked) == (way, way)
+    assert why in found.refusal
+    assert bool(why) == bool(found.refusal)
+
+
+DENSE = {"in_features": 8, "out_features": 4, "activation_function": "torch.nn.modules.linear.Identity"}
+
+
+@pytest.mark.parametrize(
+    ("written", "shapes", "why"),
+    [
+        (DENSE, {"linear.weight": (4, 8), "linear.bias": (4,)}, ""),
+        (DENSE | {"bias": False}, {"linear.weight": (4, 8)}, ""),
+        (DENSE, {"linear.weight": (8, 4), "linear.bias": (4,)}, "has tensors"),
+        (DENSE, {"linear.weight": (4, 8)}, "has tensors"),
+        (DENSE, {}, "weights of Dense are read from safetensors alone"),
+        (DENSE | {"activation_function": "torch.nn.modules.activation.GELU"}, {}, "'GELU' is not supported"),
+        (DENSE | {"use_residual": True}, {}, "it must make sentence_embedding of sentence_embedding"),
+        (DENSE | {"module_input_name": "token_embeddings"}, {}, "it must make sentence_embedding of"),
+        (DENSE | {"out_features": 0}, {}, "out_features must be a positive whole number"),
+    ],
+)
+def test_a_dense_module_that_can_not_be_computed_refuses_embeddings_alone(
+    tmp_path: Path, written: dict[str, Any], shapes: dict[str, tuple[int, ...]], why: str
+) -> None:
+    folder = sentence_transformer(tmp_path, "pooling_mode_lasttoken", "Transformer", "Pooling", "Dense")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(written))
+    if shapes:
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    found = read_pooling(folder)
+    assert why in found.refusal
+    assert [(one.inputs, one.outputs, one.tanh) for one in found.dense] == ([] if why else [(8, 4, False)])
+    assert found.asked == ("last" if why else "last+dense")
+
+
+def test_dense_modules_that_do_not_take_what_the_model_makes_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", layers=1)
+    sentence_transformer(folder, "pooling_mode_lasttoken", "Transformer", "Pooling", "Dense")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE | {"bias": False}))
+    save_file({"linear.weight": np.zeros((4, 8), np.float32)}, folder / "2_Dense" / "model.safetensors")
+    found = read_model_spec(folder).pooling
+    assert (found.dense, found.refusal) == ((), "its Dense modules take [8] numbers and are given [64]")
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", "\xff"])
@@ -184,6 +259,20 @@ def test_a_worker_of_a_build_without_embeddings_is_not_asked_for_one() -> None:
     assert stage.ends[late].error is ErrorKind.OVERLOADED
     assert "no prefill worker whose build knows embeddings" in stage.ends[late].message
     assert asked(stage) == ["prefill-1"] * 3
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last+dense"])
+def test_a_worker_of_a_build_with_the_last_tokens_pooling_alone_is_not_asked_for_another(pooling: str) -> None:
+    stage = Stage(2, 1)
+    old = stage.cluster["prefill-0"]
+    old.stream, old.stream_protocol = "127.0.0.1:1", 8
+    stage.view()
+    for _ in range(3):
+        stage.submit(max_tokens=0, pooling=pooling)
+    assert asked(stage) == ["prefill-1"] * 3
+    last = [stage.submit(max_tokens=0, pooling="last") for _ in range(3)]
+    assert "prefill-0" in asked(stage)[-len(last) :]
+    stage.finish()
 
 
 @pytest.mark.parametrize("vector", [(), None])

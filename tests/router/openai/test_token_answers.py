@@ -217,6 +217,12 @@ def test_more_than_the_bound_is_refused_before_anybody_is_asked(server: Server) 
     error = server.refused(PATH, body)
     assert error["param"] == "prompt_logprobs"
     assert "asks for 42000 log-probabilities; the limit is 32768" in error["message"]
+    just = {"token_ids": [1] * 1639, "sampling_params": {"prompt_logprobs": 19, "max_tokens": 1}}
+    assert "asks for 32780 " in server.refused(PATH, just)["message"], "its own beside the 19 best"
+    echoed = {"prompt": [1] * 820, "n": 2, "echo": True, "prompt_logprobs": 19, "max_tokens": 1}
+    assert "asks for 32800 " in server.refused("/v1/completions", echoed)["message"], (
+        "for each choice, as it shows them"
+    )
     assert sum(len(w.submits) for w in server.cluster.workers.values()) == before
 
 

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -29,6 +30,7 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
 from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
 from twinpool.router.api.app import WITHOUT_KEY
+from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.security import tenant_accounts
 from twinpool.router.security.tenant_accounts import ApiKeys
 
@@ -231,6 +233,24 @@ def test_a_model_that_a_tenant_may_not_use_is_refused(server: Server, keys: Path
     server.call(server.service.admission.keys.refresh)
     answer = server.post(COMPLETIONS, ASK, **bearer(secret))
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+def test_a_tenant_may_use_the_adapters_that_its_limits_name_and_no_others(
+    server: Server, keys: Path, secret: str
+) -> None:
+    """An adapter is another model: who may use the model may not use what was trained for somebody else."""
+    admission = server.service.admission
+    assert admission.keys is not None
+    for models, may in ((("demo",), {""}), (("mine",), {"mine"}), (("mine", "demo"), {"mine", ""}), ((), None)):
+        limit(keys, models=models)
+        server.call(admission.keys.refresh)
+        for adapter in ("", "mine", "theirs"):
+            request = cast(GenerateRequest, SimpleNamespace(model_name=adapter))
+            if may is None or adapter in may:
+                admission.check_model("acme", request)
+            else:
+                with pytest.raises(UnknownModel, match="acme may use"):
+                    admission.check_model("acme", request)
 
 
 # ---------------------------------------------------------------- the file and the command

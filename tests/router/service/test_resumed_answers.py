@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,16 @@ from tests.support.resuming_clients import ids_of, never, read
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.request_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.service.idempotency_keys import AnswerClaim, KeyedRequest, identity_of
-from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.service.idempotency_keys import AnswerClaim, KeyedRequest, identity_of, usable
+from twinpool.router.state.prefix_hashes import NO_HASHES, prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TenantWeight
+from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
 STREAM = {**BODY, "stream": True}
@@ -329,3 +331,24 @@ def test_a_choice_that_a_worker_has_kept_has_the_time_that_is_left_of_it() -> No
     named = KeyedRequest(identity, ResumeHeaders("key", None), claim, 7).named(0, plain)
     assert (named.id, named.deadline, named.first_token_by) == ("theirs-0", 104.0, None)
     assert (named.sampling.max_tokens, named.attempt, named.last_attempt, named.emitted) == (11, 3, 5, [8, 9])
+
+
+def test_what_was_kept_of_another_adapter_or_another_prompt_is_not_gone_on_with() -> None:
+    identity, worker = identity_of("", "acme", "key", "completions", b"{}"), (WorkerName("decode-0"), Incarnation(1))
+    kept = KeptAnswer(RequestId("r"), 1, 0, 7, 3, 11, left_s=4.0, tokens=(8, 9), adapter="served")
+
+    def fits(served: AdapterRef | None, *, choice: int = 0, tokens: int = 3) -> bool:
+        claim = AnswerClaim(identity, RequestId("ask"), 0, found={choice: FoundAnswer(worker, kept, 5, "")})
+        sampling = SamplingParams(20, adapter=served)
+        request: Any = SimpleNamespace(choices=4, n=2, sampling=sampling)
+        short, other = (PreparedPrompt((5,) * count, "", NO_HASHES) for count in (1, tokens))
+        return choice in usable(claim, request, [other, short])
+
+    ref = AdapterRef("same", "served", "/a")
+    assert fits(ref)
+    assert fits(ref, choice=1)
+    assert not fits(ref, choice=2), "a choice of the second prompt, which is shorter"
+    assert not fits(ref, choice=4), "a choice that was not asked for"
+    assert not fits(ref, tokens=4)
+    assert not fits(None)
+    assert not fits(AdapterRef("same", "files of now", "/a"))

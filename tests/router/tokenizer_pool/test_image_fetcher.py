@@ -27,12 +27,12 @@ from twinpool.router.openai.api_errors import BufferFull, ClientGone
 from twinpool.router.text.pictures import WantedImage
 from twinpool.router.text.tokenizer import read_model_tokenizer
 from twinpool.router.tokenizer_pool import image_fetcher
-from twinpool.router.tokenizer_pool.image_fetcher import AT_ONCE_OF_ONE, ImageFetcher
+from twinpool.router.tokenizer_pool.image_fetcher import AT_ONCE, AT_ONCE_OF_ONE, AT_ONCE_OF_REQUEST, ImageFetcher
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest
 from twinpool.router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind, setup_frame
 
-PUBLIC, PRIVATE = "93.184.216.34", "10.0.0.7"
+PUBLIC, SILENT, PRIVATE = "93.184.216.34", "93.184.216.35", "10.0.0.7"
 PNG = png(pattern(20, 30))
 Answer = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
 WAIT_S = 60.0
@@ -60,6 +60,10 @@ class Hosts(httpcore.AsyncNetworkBackend):
         self.asked: list[tuple[str, str]] = []
         """Header `Host` and path of each request."""
         self.connected: list[str] = []
+        self.times: list[float | None] = []
+        """Seconds that each connection has."""
+        self.streams: list[httpcore.AsyncNetworkStream] = []
+        """What was opened and isn't closed."""
         self._port = 0
 
     def look_up(self, host: str, port: int) -> Iterable[str]:
@@ -68,10 +72,24 @@ class Hosts(httpcore.AsyncNetworkBackend):
             raise OSError("no such name")
         return found.pop(0) if len(found) > 1 else found[0]
 
-    async def connect_tcp(self, host: str, port: int, *rest: Any, **more: Any) -> httpcore.AsyncNetworkStream:
+    async def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *rest: Any, **more: Any
+    ) -> httpcore.AsyncNetworkStream:
         self.connected.append(host)
+        self.times.append(timeout)
+        if host == SILENT:
+            raise httpcore.ConnectTimeout
         assert host == PUBLIC, f"{host} was connected to"
-        return await httpcore.AnyIOBackend().connect_tcp("127.0.0.1", self._port)
+        stream = await httpcore.AnyIOBackend().connect_tcp("127.0.0.1", self._port)
+        closes = stream.aclose
+
+        async def close() -> None:
+            self.streams = [one for one in self.streams if one is not stream]
+            await closes()
+
+        stream.aclose = close  # type: ignore[method-assign]
+        self.streams.append(stream)
+        return stream
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -124,6 +142,7 @@ async def test_images_are_fetched_by_name_at_the_address_that_was_checked(hosts:
         urls = ("http://images.example/one.png?size=1", "http://Images.Example.:80/one.png")
         hosts.answers["/one.png?size=1"] = answer(b"other")
         assert await fetch(found, *urls) == [b"other", PNG]
+        assert not hosts.streams, "a connection is closed once its image is there"
     assert sorted(hosts.asked) == [("images.example", "/one.png"), ("images.example", "/one.png?size=1")]
     assert hosts.connected == [PUBLIC] * 2
     assert found.held == 0
@@ -141,17 +160,27 @@ async def test_a_name_that_has_another_address_by_now_is_connected_to_at_the_one
 
 
 @pytest.mark.asyncio
+async def test_a_host_is_tried_at_its_next_address_and_soon_where_one_does_not_answer(hosts: Hosts) -> None:
+    hosts.names["images.example"] = [[SILENT, PUBLIC]]
+    async with hosts.serving():
+        assert await fetch(fetcher(hosts), "http://images.example/one.png") == [PNG]
+    assert hosts.connected == [SILENT, PUBLIC]
+    assert hosts.times == [2.0, None], "the last has the time that is left"
+
+
+@pytest.mark.asyncio
 async def test_redirects_are_checked_as_urls_are_and_counted(hosts: Hosts) -> None:
     leads = {
         "/in": "http://inside.example/one.png", "/file": "file:///etc/passwd", "/loop": "/loop", "/here": "one.png",
-        "/host": "http://10.0.0.7/one.png", "/port": "http://images.example:22/",
+        "/host": "http://10.0.0.7/one.png", "/port": "http://images.example:22/", "/far": "/on", "/on": "/here",
         "/broken": "http://[",
     }  # fmt: skip
     hosts.answers |= {path: answer(b"", "302 Found", Location=to) for path, to in leads.items()}
     wrong = {"/in": "no public address", "/file": "http or https", "/loop": "leads on more than 3 times",
              "/host": "no public address", "/port": "from that host and port", "/broken": "no URL"}  # fmt: skip
     async with hosts.serving():
-        assert await fetch(fetcher(hosts), "http://images.example/here") == [PNG]
+        for path in ("/here", "/far"):
+            assert await fetch(fetcher(hosts), f"http://images.example{path}") == [PNG]
         for path, words in wrong.items():
             with pytest.raises(RequestError, match=words) as found:
                 await fetch(fetcher(hosts), f"http://images.example{path}")
@@ -199,10 +228,10 @@ async def test_what_a_hostile_host_answers_is_refused_in_words(hosts: Hosts, nam
     found = fetcher(hosts, image_url_bytes=1 << 16)
     async with hosts.serving():
         with pytest.raises(RequestError, match=words) as told:
-            await fetch(found, "http://images.example/one.png", "http://images.example/x")
+            await fetch(found, "http://images.example/one.png", *["http://images.example/x"] * 2)
         assert str(told.value).startswith("messages[0].content[1]: ")
         assert "secret" not in str(told.value)
-        assert (found.held, found.busy) == (0, {})
+        assert (found.held, found.busy, hosts.streams) == (0, {}, [])
         assert await fetch(found, "http://images.example/one.png") == [PNG]
 
 
@@ -257,9 +286,57 @@ async def test_a_place_stays_taken_while_a_thread_looks_its_name_up(hosts: Hosts
 
 
 @pytest.mark.asyncio
+async def test_a_request_has_few_places_and_whoever_has_one_goes_on(hosts: Hosts) -> None:
+    """Of two that wait, one for a host and one for its own tenant, the second goes on when its tenant's is given up."""
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def stuck(path: str, writer: asyncio.StreamWriter) -> None:
+        begun.release()
+        await go_on.wait()
+
+    slow = [f"/slow{number}" for number in range(2 * AT_ONCE_OF_REQUEST)]
+    hosts.answers |= dict.fromkeys(slow, stuck)
+    found = fetcher(hosts, image_url_timeout_s=WAIT_S)
+
+    def ask(host: str, tenant: str) -> asyncio.Future[list[bytes]]:
+        return asyncio.ensure_future(fetch(found, *[f"http://{host}{path}" for path in slow], tenant=tenant))
+
+    async with hosts.serving():
+        full = [ask("images.example", "one"), ask("other.example", "one"), ask("images.example", "two")]
+        for _ in range(3 * AT_ONCE_OF_REQUEST):
+            await begun.acquire()
+        assert found.busy["all"] == 3 * AT_ONCE_OF_REQUEST
+        hosts.names["third.example"] = [[PUBLIC]]
+        of_host = asyncio.ensure_future(fetch(found, "http://images.example/one.png", tenant="three"))
+        of_tenant = asyncio.ensure_future(fetch(found, "http://third.example/one.png", tenant="one"))
+        await asyncio.sleep(0)
+        full[1].cancel()
+        assert await of_tenant == [PNG]
+        assert not of_host.done()
+        for each in full:
+            each.cancel()
+        assert await of_host == [PNG]
+        await asyncio.gather(*full, return_exceptions=True)
+        go_on.set()
+    assert (found.held, found.busy) == (0, {})
+
+
+@pytest.mark.asyncio
+async def test_where_no_place_is_free_in_time_the_request_may_come_again(hosts: Hosts) -> None:
+    found = fetcher(hosts, image_url_timeout_s=0.01)
+    found.busy["all"] = AT_ONCE
+    with pytest.raises(BufferFull, match="too many images"):
+        await fetch(found, "http://images.example/one.png")
+    assert found.busy == {"all": AT_ONCE}
+
+
+@pytest.mark.asyncio
 async def test_what_is_held_has_a_bound(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     async with hosts.serving():
         monkeypatch.setattr(image_fetcher, "REQUEST_BYTES", len(PNG))
+        found, one = fetcher(hosts, image_url_bytes=len(PNG)), [WantedImage("http://images.example/one.png", "")]
+        async with found.fetched(one, ""), found.fetched(one, ""):
+            assert found.held == 2 * len(PNG), "each has the bytes of a request"
         hosts.answers["/two.png"] = answer(PNG)
         with pytest.raises(RequestError, match="images of one request"):
             await fetch(fetcher(hosts), "http://images.example/one.png", "http://images.example/two.png")

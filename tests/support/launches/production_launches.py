@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.triton_pages import add_sums, copy_rows
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.attention.attention_backend import BLOCK, IndexKeys, ScanState, ScoreOptions
+from twinpool.engine.attention.attention_backend import BLOCK, IndexKeys, ScanState, ScoreOptions, conv_positions
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_kernels import GpuKernels, add_ranks
@@ -271,7 +271,8 @@ def _scan(rig: Rig, heads: int, groups: int, keys: int, values: int, delta: bool
 
 
 def _conv(rig: Rig, dtype: torch.dtype) -> object:
-    states = [rig.empty(rig.pages, 16, 3, 128, dtype=dtype), rig.empty(rig.pages, 32, 3, 128, dtype=dtype)]
+    held = conv_positions(3)
+    states = [rig.empty(rig.pages, units, held, 128, dtype=dtype) for units in (16, 32)]
     weight_kc, bias_c = rig.empty(4, 6144, dtype=torch.float32), rig.empty(6144, dtype=torch.float32)
     return rig.attention.recurrence.conv(
         rig.empty(512, 6144, dtype=dtype), states, weight_kc, bias_c, _slots(rig, True)

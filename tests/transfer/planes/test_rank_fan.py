@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,16 @@ from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import PostWrite
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, launch_write
 from twinpool.transfer.planes.notice_inbox import OrderedNotices
-from twinpool.transfer.planes.rank_fan import AllWrites, RankFan, fan
+from twinpool.transfer.planes.rank_fan import (
+    MAX_RANKS,
+    AllWrites,
+    RankFan,
+    describe_ranks,
+    described_ranks,
+    fan,
+    packed_ranks,
+    unpacked_ranks,
+)
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
@@ -86,6 +96,33 @@ def test_what_ranks_write_to_each_other_covers_every_head_once(name: str, writer
                     for head in common(whole.shard(source, writers).by_name[pool.name].buffers[at], theirs)
                 ]
                 assert sorted(come) == list(range(theirs.first_head, theirs.first_head + theirs.shape[0]))
+
+
+def test_the_number_of_ranks_and_stages_is_what_was_packed_and_nothing_else_is_read() -> None:
+    counts = [RankCount(size, n) for size in range(1, MAX_RANKS + 1) for n in range(1, size + 1) if not size % n]
+    packed = {packed_ranks(count): count for count in counts}
+    assert [packed[n] for n in range(1, MAX_RANKS + 1)] == [RankCount(n) for n in range(1, MAX_RANKS + 1)]
+    edges = (0, 1, 2, 6, MAX_RANKS - 1, MAX_RANKS, MAX_RANKS + 1, 255)
+    for number in (256 * more + size for more in range(-1, MAX_RANKS + 1) for size in edges):
+        if number in packed:
+            assert unpacked_ranks(number) == packed[number]
+        else:
+            with pytest.raises(ValueError, match="ranks"):
+                unpacked_ranks(number)
+
+
+def test_a_reader_is_of_as_many_ranks_and_stages_as_it_describes_and_of_no_others() -> None:
+    parts: list[dict[str, Any]] = [{"rank": number} for number in range(6)]
+    for stages in (1, 2, 3, 6):
+        assert described_ranks(describe_ranks(parts, stages)) == (parts, RankCount(6, stages))
+    assert "ranks" not in describe_ranks(parts, 2), "a writer that knows no stages refuses the reader"
+    wrong: list[dict[str, Any]] = [
+        {}, {"ranks": []}, {"ranks": "abc"}, {"ranks": parts * 11}, {"staged": parts}, {"stages": 2, "ranks": parts},
+        *({"stages": stages, "staged": parts} for stages in (0, -1, 4, 7, 12, 2.0, True, "2", None)),
+    ]  # fmt: skip
+    for descriptor in wrong:
+        with pytest.raises(LayoutMismatch):
+            described_ranks(descriptor)
 
 
 def test_writers_with_the_same_heads_share_the_readers_among_them() -> None:
