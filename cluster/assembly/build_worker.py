@@ -218,11 +218,14 @@ def build_rank(
     ranks: TensorParallelGroup,
     arenas: ArenaProvider | None = None,
     kept: KeptModel | None = None,
+    name: WorkerName | None = None,
+    dp: DataParallelRank | None = None,
 ) -> RankParts:
     """Build the parts with which a follower carries out its leader's orders. Raises what `build_worker` does.
 
     `counts`: pages and slots that each pool can lease, the same on all ranks. `kept`: as for
-    `build_worker`.
+    `build_worker`. `dp`: where the worker `name` shares its experts, this rank's place among the same ranks of the
+    others, which the caller closes; it is waited for until these are built.
     """
     hold_to_class(config.engine)
     storage: FollowerPageStore | None = None
@@ -253,8 +256,10 @@ def build_rank(
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(
             model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept,
-            shard=shard_for(role, config, ranks),
+            shard=shard_for(role, config, ranks, name), experts=dp.experts if dp is not None else None,
         )  # fmt: skip
+        if dp is not None:
+            dp.wait_for_all()
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)

@@ -206,24 +206,25 @@ class RayLauncher:
             self._form(plan, avoid, only)
             return
         size = plan.config.ranks_for(plan.role)
-        group = None
         elsewhere = self._elsewhere(plan, avoid, only)
+        group = places_on_one_node(plan, size, elsewhere, kept=self._detached) if size > 1 else None
+        self._begin(plan, group, elsewhere)
+
+    def _begin(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], first: int = 0) -> None:
+        """Have a worker's ranks run, in the places of `group` from `first` on; the first worker gives them back."""
+        size = plan.config.ranks_for(plan.role)
         if size > 1:
-            group = places_on_one_node(plan, size, elsewhere, kept=self._detached)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
-        leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
+        leader, *followers = [self._actor(rank, group, elsewhere, first) for rank in ranks]
         runs = {
             handle.run.remote(): _FollowerActor(rank, handle, handle.where.remote())
             for rank, handle in enumerate(followers, 1)
         }
-        self._begin(plan, leader, runs, group)
-
-    def _begin(self, plan: WorkerPlan, leader: Any, runs: dict[Any, _FollowerActor], group: Any) -> None:
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
-        now = self._clock.now()
+        held = None if first else group
         self._running[run] = _RunningWorker(
-            started, leader, run, where, now, followers=runs, group=group, role=plan.role
+            started, leader, run, where, self._clock.now(), followers=runs, group=held, role=plan.role
         )
 
     def _form(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> None:
@@ -237,12 +238,13 @@ class RayLauncher:
         asked.sort(key=lambda one: dp_rank(one.plan.name, size)[1])
         first, secret = asked[0], secrets.token_hex(32)
         elsewhere = self._elsewhere(first.plan, tuple(name for one in asked for name in one.avoid), first.only)
-        group = places_on_one_node(first.plan, size, elsewhere, kept=self._detached)
+        ranks = first.plan.config.ranks_for(first.plan.role)
+        group = places_on_one_node(first.plan, size * ranks, elsewhere, kept=self._detached)
         together = ranks_name(f"{first.plan.name}.{first.plan.incarnation}")
-        for rank, one in enumerate(asked):
+        for number, one in enumerate(asked):
             del self._forming[one.plan.name, one.plan.incarnation]
-            sharing = dataclasses.replace(one.plan, meeting=secret, together=together)
-            self._begin(sharing, self._actor(sharing, group, {}, rank), {}, None if rank else group)
+            sharing = dataclasses.replace(one.plan, sharing=secret, together=together)
+            self._begin(sharing, group, {}, number * ranks)
 
     def nodes_in_use(self) -> set[str]:
         """The nodes, by Ray id, on which processes of workers run or start."""
@@ -305,14 +307,12 @@ class RayLauncher:
         ]
         return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
 
-    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], bundle: int | None = None) -> Any:
-        """Create the actor of one rank; its `run` is not called yet. `bundle`: which of the places of the placement
-        group it has; None: its rank's."""
+    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], first: int = 0) -> Any:
+        """Create the actor of one rank; its `run` is not called yet. `first`: the number of the placement group's place
+        that rank 0 has."""
         placed: dict[str, Any] = {"lifetime": "detached"} if self._detached else {}
         if group is not None:
-            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, plan.rank if bundle is None else bundle
-            )
+            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, first + plan.rank)
         elif elsewhere:
             placed["label_selector"] = elsewhere
         actor = self._class.options(

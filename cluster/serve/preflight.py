@@ -309,11 +309,11 @@ def _check_data_parallel(config: Config, spec: ModelSpec, role: Role) -> None:
     size, key = config.dp_for(role), f"{section_of(role)}.dp"
     if size == 1:
         return
-    for other, count in (("tp", config.tp_for(role)), ("ep", config.ep_for(role)), ("pp", config.pp_for(role))):
+    for other, count in (("ep", config.ep_for(role)), ("pp", config.pp_for(role))):
         if count > 1:
             raise ConfigError(
-                f"{key}={size} and {section_of(role)}.{other}={count}: workers that share their experts have one rank "
-                "each so far; set one of them to 1"
+                f"{key}={size} and {section_of(role)}.{other}={count}: the ranks of workers that share their experts "
+                "divide each expert, and have all layers; set one of them to 1"
             )
     barred = {
         "transfer.plane=local": config.transfer.plane == "local",
@@ -328,11 +328,12 @@ def _check_data_parallel(config: Config, spec: ModelSpec, role: Role) -> None:
         for name, count in (("min", bounds.min_workers), ("max", bounds.max_workers)):
             if refusal := uneven(role, count, size):
                 raise ConfigError(f"autoscaling.{role}.{name}_workers: {refusal}")
-    reason = divides(config, spec, 1, dp=size)
+    ranks = config.tp_for(role)
+    reason = divides(config, spec, ranks, dp=size)
     if reason == NO_EXPERTS:
         raise ConfigError(f"{key}={size}: {reason}; dp of a dense model is more workers: set {key}=1")
     if reason:
-        good = [str(n) for n in range(1, MOST_DP + 1) if not divides(config, spec, 1, dp=n)]
+        good = [str(n) for n in range(1, MOST_DP + 1) if not divides(config, spec, ranks, dp=n)]
         raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
 
 

@@ -19,8 +19,8 @@ from twinpool.cluster.assembly.build_parts import rebind
 from twinpool.cluster.assembly.build_worker import RankParts, build_rank
 from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
-from twinpool.cluster.ranks import FollowerRank, follow
-from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
+from twinpool.cluster.ranks import DataParallelRank, FollowerRank, follow
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, meet_sharers
 from twinpool.cluster.worker_process.worker_process import free_memory, freeze_modules
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
@@ -44,10 +44,12 @@ from twinpool.contracts.messages.rank_orders import (
     PutPages,
     RevokeRoom,
     RunStep,
+    ServeExperts,
     SeverLink,
     SeverPeer,
     ZeroPages,
 )
+from twinpool.engine.runner.launched_step import serve_experts
 from twinpool.engine.runner.load_model import KeptModel
 
 log = logging.getLogger("twinpool.follower")
@@ -108,6 +110,9 @@ class FollowerLoop:
             case RunStep():
                 self._parts.steps.run(partial(self._parts.engine.follow, order))
                 return None
+            case ServeExperts():
+                self._parts.steps.run(partial(serve_experts, self._parts.engine))
+                return None
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 return self._parts.steps.apply(partial(self._parts.state.carry_out, order))
             case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | SeverLink() | PermitRoom() | RevokeRoom():
@@ -136,10 +141,11 @@ def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = la
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
     )
-    kept = KeptModel(images_of(plan))
+    kept, dp = KeptModel(images_of(plan)), None
     try:
+        dp = meet_sharers(plan) if config.dp_for(plan.role) > 1 else None
         while True:
-            reason, leaves = _serve_role(plan, follower, kept)
+            reason, leaves = _serve_role(plan, follower, kept, dp)
             if not leaves:
                 return reason
             free_memory()
@@ -149,10 +155,14 @@ def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = la
                 return f"{reason}, and no plan has come by which this rank could go on"
             plan = following
     finally:
+        if dp is not None:
+            dp.close()
         follower.close()
 
 
-def _serve_role(plan: WorkerPlan, follower: FollowerRank, kept: KeptModel) -> tuple[str, int]:
+def _serve_role(
+    plan: WorkerPlan, follower: FollowerRank, kept: KeptModel, dp: DataParallelRank | None
+) -> tuple[str, int]:
     """Be the rank in the plan's role; returns why that is over, and `FollowerLoop.leaves`. All its parts are closed
     then."""
     arenas = arenas_of(plan)
@@ -165,6 +175,8 @@ def _serve_role(plan: WorkerPlan, follower: FollowerRank, kept: KeptModel) -> tu
         ranks=follower.ranks,
         arenas=arenas,
         kept=kept,
+        name=plan.name,
+        dp=dp,
     )
     try:
         loop = FollowerLoop(follower, parts)

@@ -4,6 +4,7 @@ it leaves why it ended."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 import socket
@@ -62,8 +63,10 @@ class WorkerPlan:
     rank: int = 0
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
-    """The secret, in hex, by which the ranks of this incarnation, or the workers with which it shares its experts, find
-    and authenticate each other; empty for one rank."""
+    """The secret, in hex, by which the ranks of this incarnation find and authenticate each other; empty for one
+    rank."""
+    sharing: str = field(default="", repr=False)
+    """The same of the workers with which it shares its experts; empty where it has all."""
     together: str = ""
     """The name of the placement group of the workers with which it shares its experts; empty where it has all."""
     node_id: str = ""
@@ -236,14 +239,15 @@ def meet_ranks(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
     return group
 
 
-def meet_sharers(plan: WorkerPlan, end: Callable[[str], None]) -> DataParallelRank:
-    """Meet the workers that this one shares its experts with; `end` is called when one of them dies. Raises `PeerDead`
-    when one doesn't come."""
+def meet_sharers(plan: WorkerPlan, end: Callable[[str], None] | None = None) -> DataParallelRank:
+    """Meet the workers that this one shares its experts with: of these the ranks of this number. `end` is called when
+    one of them dies; None: it isn't, as on a follower, whose worker ends by that of a leader. Raises `PeerDead` when
+    one doesn't come."""
     from twinpool.cluster.ranks import DeathWatch, meet_data_parallel
 
     cluster, size = plan.config.cluster, plan.config.dp_for(plan.role)
     rank = meet_data_parallel(
-        plan.meeting,
+        hashlib.blake2b(b"%d" % plan.rank, digest_size=32, key=bytes.fromhex(plan.sharing)).hexdigest(),
         dp_rank(plan.name, size)[1],
         size,
         SystemClock(),
@@ -251,7 +255,8 @@ def meet_sharers(plan: WorkerPlan, end: Callable[[str], None]) -> DataParallelRa
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
     )
-    DeathWatch(rank.watches, end).start()
+    if end is not None:
+        DeathWatch(rank.watches, end).start()
     return rank
 
 

@@ -136,7 +136,8 @@ class PrefillConfig:
     dp: int = 1
     """Data-parallel ranks: so many workers of the pool, on one host, share the experts of a mixture. Each has requests
     and pages of its own, holds its share of the experts, and computes them for the tokens of all. The pool's number of
-    workers is a multiple of it. With `tp` and `pp` of 1, and on CPUs so far."""
+    workers is a multiple of it. Each may have `tp` ranks, which divide each of its experts; with `ep` and `pp` of 1,
+    and on CPUs so far."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 

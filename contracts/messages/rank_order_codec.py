@@ -39,6 +39,7 @@ from twinpool.contracts.messages.rank_orders import (
     RevokeRoom,
     RowOrder,
     RunStep,
+    ServeExperts,
     SeverLink,
     SeverPeer,
     StoredPage,
@@ -71,6 +72,7 @@ TAGS: dict[int, type[Any]] = {
     36: SeverLink,
     37: LeaveRole,
     38: BeginStep,
+    39: ServeExperts,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}

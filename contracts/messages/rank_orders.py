@@ -308,6 +308,11 @@ class BeginStep:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class ServeExperts:
+    """Take part, without rows, in a step of the workers that the ranks' worker shares its experts with."""
+
+
 class StepBegun(NamedTuple):
     """Notice of a data-parallel rank: it has begun step `number` of its group."""
 
@@ -355,4 +360,5 @@ Order = (
     | LeaveRole
     | EndRank
     | BeginStep
+    | ServeExperts
 )

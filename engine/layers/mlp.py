@@ -114,11 +114,12 @@ class MixtureOfExperts:
         self._router, self._shared = router, shared
         here = weights.experts(sizes.experts)
         self._here = here if len(here) < sizes.experts else None
-        whole = ShardAxis(sizes.inner, 0, sizes.inner)
-        units = weights.shard.axis(sizes.inner, what="inner units of an expert") if self._here is None else whole
         self.spread = weights.shard.dp > 1
         """Whether its experts are spread over workers that share them."""
-        self._partial = not self.spread and (self._here is not None or units.divided)
+        over_ranks = self._here is not None and not self.spread
+        whole = ShardAxis(sizes.inner, 0, sizes.inner)
+        units = whole if over_ranks else weights.shard.axis(sizes.inner, what="inner units of an expert")
+        self._partial = over_ranks or units.divided
         mine = weights.scope(below)
         experts = [read(mine, number, sizes, units) for number in here]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)

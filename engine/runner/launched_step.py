@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
 from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
-from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
+from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, ServeExperts, TableEntries, TablePlace
 from twinpool.contracts.sampling_params import JUDGED
 from twinpool.engine.attention.attention_plan import StepShape
 from twinpool.engine.layers.decoder import Decoder
@@ -295,18 +295,27 @@ def compute_order(planned: PlannedStep) -> RunStep:
 _TAKE_PART = DeviceOp("take part", DeviceStream.COMPUTE)
 
 
-def take_part(engine: ModelRunner, *, drained: bool) -> None:
-    """Take part, without rows, in steps of the workers that `engine` shares its experts with. `drained`: whether it
-    needs no further step itself, which they are told. Raises what a step raises."""
+@torch.inference_mode()
+def serve_experts(engine: ModelRunner) -> None:
+    """Take part, without rows, in one step of the workers that `engine` shares its experts with, on this rank."""
     group, decoder = engine.experts, engine.decoder
     assert group is not None, "it shares its experts"
-    like = torch.empty(0, dtype=decoder.dtype, device=engine.device.torch_device)
+    with using(decoder.kernels):
+        like = torch.empty(0, dtype=decoder.dtype, device=engine.device.torch_device)
+        group.take_part(decoder.mixtures, like, engine.numerics)
 
-    @torch.inference_mode()
+
+def take_part(engine: ModelRunner, *, drained: bool) -> None:
+    """Take part, without rows, in steps of the workers that `engine` shares its experts with, with all ranks.
+    `drained`: whether it needs no further step itself, which they are told. Raises what a step raises."""
+    group = engine.experts
+    assert group is not None, "it shares its experts"
+
     def step() -> None:
         if group.due:  # Else a step of its own that had waited on the device was the one.
-            with using(decoder.kernels):
-                group.take_part(decoder.mixtures, like, engine.numerics)
+            if engine.followers is not None:
+                engine.followers.send(ServeExperts())
+            serve_experts(engine)
 
     group.drained = drained
     while group.due:

@@ -82,7 +82,7 @@ class ModelRunner:
     ) -> None:
         """`gates` and `epochs` are by pool. `followers`: the order channel to the other ranks, on the leader of several
         `ranks`. `experts`: those with which its experts are shared. `triton`: tokens are drawn by Triton's kernel."""
-        self.ranks, self._followers, self.experts = ranks, followers, experts
+        self.ranks, self.followers, self.experts = ranks, followers, experts
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
@@ -248,8 +248,8 @@ class ModelRunner:
         marks: LayerMarks | None,
     ) -> ForwardResults:
         device = self._device.torch_device
-        if self._followers is not None:
-            self._followers.send(compute_order(planned))
+        if self.followers is not None:
+            self.followers.send(compute_order(planned))
         ctx = self.context(planned, doors)
         if self.experts is not None:
             ctx.spread = self.experts.begin(ctx.count)
@@ -265,7 +265,7 @@ class ModelRunner:
         tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
         turned = turned_positions(rows, planned.shape.positions, len(tokens_m)) if self.decoder.turned else None
         ctx.turned_cm = None if turned is None else to_device(turned, device)
-        if self._followers is not None:
+        if self.followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long(), *ctx.told(self.decoder.turned))))
         ctx.mute(stale_b)
         if self.pictures is not None:
@@ -321,6 +321,8 @@ class ModelRunner:
         """Compute a follower's part of a step; the leader broadcasts tokens and stale rows."""
         doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         ctx = self._context(self._ordered(order), doors)
+        if self.experts is not None:
+            ctx.spread = self.experts.begin(ctx.count)
         count, rows = len(ctx.positions_m), len(order.rows)
         told = self.ranks.first(ctx.positions_m.new_zeros(count + rows + sum(map(len, ctx.told(self.decoder.turned)))))
         ctx.mute(told[count : count + rows].bool())

@@ -7,7 +7,7 @@ Of a mixture either each expert's inner units are divided, or the experts are sp
 Pipeline-parallel ranks are stages: each holds some of the layers, whole, and the first the embedding and the head too.
 
 Data-parallel ranks are workers of their own (`engine.layers.moe.expert_group`): each holds all but the experts whole,
-and of these its share.
+and of these its share; or its tensor-parallel ranks divide both.
 """
 
 from __future__ import annotations

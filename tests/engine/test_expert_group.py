@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from collections.abc import Sequence
@@ -16,8 +17,11 @@ from tests.engine.harness import Bench
 from tests.support.model_families import EVERY
 from tests.support.thread_ranks import Meeting
 from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.messages.rank_order_codec import decode, encode
+from twinpool.contracts.messages.rank_orders import Order, RunStep, ServeExperts
 from twinpool.engine.layers.moe.expert_group import ExpertGroup
-from twinpool.engine.runner.launched_step import take_part
+from twinpool.engine.runner.launched_step import serve_experts, take_part
+from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.shard import Shard
 
 Prompts = Sequence[Sequence[int]]
@@ -43,39 +47,77 @@ def noting(bench: Bench) -> list[Tensor]:
     return found
 
 
-class Group:
-    """Benches of a group, each with a thread of its own."""
+class Followers:
+    """The other ranks of a worker, which carry out its orders on threads of their own."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self.meeting = Meeting(size)
-        self.groups = [ExpertGroup(rank, rank) for rank in self.meeting.ranks()]
-        self.benches = [
-            Bench(folder, seed=rank, threads=1, loading={"shard": Shard(dp_rank=rank, dp=size), "experts": group})
-            for rank, group in enumerate(self.groups)
-        ]
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._orders: list[queue.Queue[Order | None]] = [queue.Queue() for _ in range(1, size)]
+
+    def send(self, order: Order | None) -> None:
+        for each in self._orders:
+            each.put(order if order is None else decode(encode(order)))
+
+    def obey(self, rank: int, engine: ModelRunner) -> None:
+        """Be rank `rank` until None comes."""
+        while (order := self._orders[rank - 1].get(timeout=60)) is not None:
+            if isinstance(order, RunStep):
+                engine.follow(order)
+            else:
+                assert isinstance(order, ServeExperts)
+                serve_experts(engine)
+
+
+class Group:
+    """Benches of a group, each with a thread of its own; of workers of several tensor-parallel ranks one for each."""
+
+    def __init__(self, folder: Path, size: int, ranks: int = 1) -> None:
+        self.meetings = [Meeting(size) for _ in range(ranks)]
+        """Of the first ranks of all workers, of their second ones, and so on."""
+        across = [[ExpertGroup(rank, rank) for rank in meeting.ranks()] for meeting in self.meetings]
+        within = [Meeting(ranks).ranks() for _ in range(size)]
+        self._places = [(worker, rank) for rank in range(ranks) for worker in range(size)]
+        self._followers = [Followers(ranks) for _ in range(size)]
+        self.groups = across[0]
+
+        def bench(place: tuple[int, int]) -> Bench:
+            worker, rank = place
+            shard = Shard(rank, ranks, dp_rank=worker, dp=size)
+            loading = {"shard": shard, "ranks": within[worker][rank], "experts": across[rank][worker]}
+            if ranks > 1 and not rank:
+                loading["followers"] = self._followers[worker]
+            return Bench(folder, seed=worker, threads=1, loading=loading, options={"shard": Shard(rank, ranks)})
+
+        with ThreadPoolExecutor(len(self._places)) as threads:  # Ranks of a worker load together.
+            self.benches = list(threads.map(bench, self._places))
 
     def generate(self, prompts: Sequence[Prompts], count: int, chunk: int) -> list[Drawn]:
-        """What each rank draws for its prompts, with the logits; a rank takes part until all have drained."""
+        """What each worker draws for its prompts, with the logits; a worker takes part until all have drained."""
 
-        def live(rank: int) -> Drawn:
-            bench, group = self.benches[rank], self.groups[rank]
+        def live(number: int) -> Drawn:
+            bench, (worker, rank) = self.benches[number], self._places[number]
+            if rank:
+                self._followers[worker].obey(rank, bench.engine)
+                return [], []
+            group, meeting = self.groups[worker], self.meetings[0]
             try:
                 found, drawn = noting(bench), list[list[int]]()
-                if prompts[rank]:
-                    drawn = bench.generate_many(prompts[rank], count, chunk)
+                if prompts[worker]:
+                    drawn = bench.generate_many(prompts[worker], count, chunk)
                 while not group.over:
                     take_part(bench.engine, drained=True)
                     if not group.over:
-                        self.meeting.wait_for(group.number + 1)
+                        meeting.wait_for(group.number + 1)
                 return drawn, found
             except PeerDead:
-                pytest.fail(f"ranks wait for each other after {[len(one) for one in self.meeting.calls]} collectives")
+                pytest.fail(f"ranks wait for each other after {[len(one) for one in meeting.calls]} collectives")
             finally:
+                self._followers[worker].send(None)
                 if not group.over:
-                    self.meeting.end()
+                    meeting.end()
 
         with ThreadPoolExecutor(len(self.benches)) as threads:
-            return list(threads.map(live, range(len(self.benches))))
+            return list(threads.map(live, range(len(self.benches))))[: len(self.groups)]
 
 
 @pytest.mark.slow
@@ -93,7 +135,20 @@ def test_rows_have_the_bits_of_one_rank_whoever_else_is_in_the_step(tmp_path: Pa
             assert drawn == (alone.generate_many(mine, 6, 32) if mine else [])
             assert len(logits) == len(want)
             assert all(torch.equal(one, other) for one, other in zip(logits, want, strict=True))
-        assert group.meeting.calls[0] == group.meeting.calls[1], "all ranks have called every collective"
+        (meeting,) = group.meetings
+        assert meeting.calls[0] == meeting.calls[1], "all ranks have called every collective"
+
+
+@pytest.mark.slow
+def test_workers_of_two_ranks_that_share_their_experts_have_the_bits_of_one_such_worker(tmp_path: Path) -> None:
+    folder = EVERY["qwen3_moe"](tmp_path / "model", num_experts_per_tok=4)
+    prompts = [texts(23, 1, 40), texts(90, seed=1)]
+    one_rank = Bench(folder, threads=1)
+    want = [Group(folder, 1, ranks=2).generate([mine], 6, 32)[0] for mine in prompts]
+    found = Group(folder, 2, ranks=2).generate(prompts, 6, 32)
+    for mine, (drawn, logits), (alone, wanted) in zip(prompts, found, want, strict=True):
+        assert drawn == alone == one_rank.generate_many(mine, 6, 32)
+        assert all(torch.equal(one, other) for one, other in zip(logits, wanted, strict=True))
 
 
 @pytest.mark.slow

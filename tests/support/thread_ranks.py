@@ -59,7 +59,7 @@ class Meeting:
 
 
 class ThreadRank:
-    """One of these ranks: implements `ExpertRanks` and `StepLine`."""
+    """One of these ranks: implements `ExpertRanks`, `StepLine`, and what a step needs of `TensorParallelGroup`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -79,6 +79,16 @@ class ThreadRank:
 
     def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
         return self._all("gather", x.clone())
+
+    def sum(self, x: Tensor) -> Tensor:
+        first, *others = self._all("sum", x.clone())
+        total = first.float()
+        for other in others:
+            total = total + other
+        return cast(Tensor, total.to(x.dtype))
+
+    def first(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._all("first", x.clone())[0].clone())
 
     def exchange(self, x_rk: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         assert sum(sent) == len(x_rk)

@@ -65,11 +65,14 @@ def test_a_worker_of_two_ranks_answers_as_the_oracle_and_comes_back_whole_when_a
 
 
 @pytest.mark.slow
-def test_decode_workers_that_share_their_experts_come_back_together_when_one_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_decode_workers_that_share_their_experts_come_back_together_when_one_is_killed(
+    tmp_path: Path, ranks: int
+) -> None:
     folder = FAMILIES["qwen3_moe"](tmp_path / "model")
     oracle, rng = Oracle(folder), random.Random(7)
     prompts = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 150, 90)]
-    sections = {"cache": {"device_tokens": 4096}, "decode": {"dp": 2}}
+    sections = {"cache": {"device_tokens": 4096}, "decode": {"dp": 2, "tp": ranks}}
     with serving(folder, tmp_path / "run", "--decode", "2", sections=sections) as cluster:
         for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
             assert compare(oracle, prompt, answer.tokens).equal

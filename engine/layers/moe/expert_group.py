@@ -16,6 +16,10 @@ the others its number, and whoever has nothing to compute takes part without row
 anything, and all ranks sleep. Each step begins with every rank's number of rows, and with whether it has drained: a
 rank that has goes on to take part until all have, which all learn in the same step, the group's last.
 
+Workers may have tensor-parallel ranks, which divide each expert. Then the first ranks of all workers are a group, the
+second ones another, and so on, each with the same rows; a row's sum is that of one rank's parts, and the ranks of its
+worker add them up as they do behind any other product. Followers take part in the steps that their leader does.
+
 A rank that dies, or is silent for longer than a deadline, ends the others' exchanges with `PeerDead`: the group ends as
 a whole, and starts as a whole.
 """

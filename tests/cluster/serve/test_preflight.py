@@ -261,7 +261,7 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("prefill.pp=0",), r"prefill\.pp must be above 0"),
         (("decode.dp=0",), r"decode\.dp must be above 0"),
         (("decode.dp=2", "pools.decode=2"), r"decode\.dp=2: this model has no experts; .*: set decode\.dp=1$"),
-        (("decode.dp=2", "decode.tp=2"), r"decode\.dp=2 and decode\.tp=2: .*set one of them to 1$"),
+        (("decode.dp=2", "decode.pp=2"), r"decode\.dp=2 and decode\.pp=2: .*set one of them to 1$"),
         (
             ("decode.dp=2", "pools.decode=2", "autoscaling.enabled=true", "autoscaling.decode.max_workers=5"),
             r"^autoscaling\.decode\.min_workers: 1 decode workers can't share .* multiple of it, as 2$",
