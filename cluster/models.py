@@ -158,7 +158,7 @@ def fetch_from_hub(name: HubName, say: Callable[[str], None], *, any_architectur
 
 def _check(name: HubName, folder: Path, *, any_architecture: bool) -> None:
     """Refuse a model that can't be served before its weights are fetched."""
-    from twinpool.engine.models.registry import ARCHITECTURES, OTHERS
+    from twinpool.engine.models.registry import ARCHITECTURES, OTHERS, without_classes
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -167,7 +167,7 @@ def _check(name: HubName, folder: Path, *, any_architecture: bool) -> None:
         )
     found = read_json(folder / "config.json").get("architectures")
     architecture = found[0] if isinstance(found, list) and found else "not given"
-    if architecture not in ARCHITECTURES and not any_architecture:
+    if without_classes(architecture) not in ARCHITECTURES and not any_architecture:
         raise CheckpointError(
             f"{name}: architecture {architecture} is not supported, so its weights aren't fetched; supported are "
             f"{', '.join(ARCHITECTURES)}; {OTHERS}"

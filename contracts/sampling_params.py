@@ -18,6 +18,8 @@ DENSE = "+dense"
 JUDGED = "judged"
 """The pooling that sends, in place of an embedding, the logits of `SamplingParams.allowed_token_ids` behind the last
 token."""
+CLASSES = "classes"
+"""The pooling that sends the logits of all classes behind the last token, of a checkpoint that has a head for them."""
 ADAPTER_SALT = "lora:"
 """What the salt of a request with an adapter begins with; no other salt does."""
 
@@ -99,9 +101,9 @@ class SamplingParams(Message, frozen=True):
     version is below `contracts.messages.stream_frames.ADAPTERS_SINCE` would leave it out: it is given no such
     request."""
     pooling: Annotated[str, Meta(max_length=16)] = ""
-    """How the prompt's embedding is made, one of `POOLINGS`, perhaps with `DENSE`, or `JUDGED`; nothing is drawn then,
-    as `max_tokens` is 0. Empty: none is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE`
-    or later know it, of `JUDGED_SINCE` the last, and of `POOLINGS_SINCE` all but ``last``."""
+    """How the prompt's embedding is made, one of `POOLINGS`, perhaps with `DENSE`, `JUDGED` or `CLASSES`; nothing is
+    drawn then, as `max_tokens` is 0. Empty: none is asked for. Workers know ``last`` since
+    `contracts.messages.stream_frames.EMBEDDINGS_SINCE`, judgements since `JUDGED_SINCE`, all since `POOLINGS_SINCE`."""
 
     @property
     def greedy(self) -> bool:

@@ -27,7 +27,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, LegNote
 from twinpool.contracts.messages.worker_status import WorkerLimits
-from twinpool.contracts.sampling_params import DENSE, JUDGED, POOLINGS
+from twinpool.contracts.sampling_params import CLASSES, DENSE, JUDGED, POOLINGS
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.room_states import SendablePages
 
@@ -192,7 +192,7 @@ class RequestTable(Generic[R]):
             return AdmissionRefusal(ErrorKind.DRAINING, f"{self.name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):
             return AdmissionRefusal(ErrorKind.INVALID, "the prompt is empty")
-        if submit.sampling.pooling.removesuffix(DENSE) not in ("", *POOLINGS, JUDGED):
+        if submit.sampling.pooling.removesuffix(DENSE) not in ("", *POOLINGS, JUDGED, CLASSES):
             how = f"{self.name} embeds by one of {', '.join(POOLINGS)}, not by {submit.sampling.pooling!r}"
             return AdmissionRefusal(ErrorKind.INVALID, how)
         positions = max(submit.max_len, len(submit.tokens))

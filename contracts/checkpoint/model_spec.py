@@ -26,12 +26,14 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,
     SINGLE,
     TensorHeader,
+    check_alike,
     digest_files,
     digest_samples,
     read_file_headers,
     read_headers,
     read_json,
     read_tree,
+    weights_folder,
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
@@ -59,6 +61,8 @@ HIDDEN = "hidden_size"
 """The key of `config.json` that says how long an embedding is."""
 JUDGE = "classifier_from_token"
 """The key of `config.json` with the two words of a reranker, as vLLM has it."""
+CLASSIFIER = "ForSequenceClassification"
+"""What names of architectures with a head for classes (``score``) in place of one for tokens end with."""
 _WAYS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 """The modules of sentence-transformers that are supported, in this order."""
@@ -89,6 +93,12 @@ class Pooling:
     judge: tuple[str, str] | None = None
     """The two words, each a token, between which a reranker chooses for a pair of texts, that against it first; None:
     it is no reranker."""
+    labels: tuple[str, ...] = ()
+    """The classes that a checkpoint of `CLASSIFIER` tells apart by the last token; empty: it generates text."""
+    problem: str = ""
+    """Its `problem_type`, as transformers trains by: what logits are made of where classes are asked for."""
+    raw_scores: bool = False
+    """Whether the score of a pair is the one logit itself, as the checkpoint says, and not its sigmoid."""
     dense: tuple[DenseModule, ...] = field(default=(), repr=False)
     """What the pooled vector goes through, in order, before it is normalised."""
 
@@ -209,7 +219,7 @@ def with_weights(spec: ModelSpec, weights: WeightsVersion | None, roots: str) ->
     if is_gguf(spec.path):
         raise CheckpointError(f"{spec.path.name} is a GGUF file, whose weights can't be changed while it is served")
     headers = read_headers(folder)
-    _check_alike(folder, headers, spec.headers)
+    check_alike(folder, headers, spec.headers)
     digest = digest_files(headers)
     if weights.digest not in ("", digest):
         raise CheckpointError(
@@ -218,36 +228,6 @@ def with_weights(spec: ModelSpec, weights: WeightsVersion | None, roots: str) ->
         )
     named = f"{spec.fingerprint}-{digest[:32]}"
     return replace(spec, headers=headers, fingerprint=named, weights=structs.replace(weights, digest=digest))
-
-
-def weights_folder(path: str, roots: str) -> Path:
-    """The folder of weights that `path` names, with all links followed. Raises `CheckpointError` where it lies below
-    none of `roots` (`engine.weight_roots`); in the same words whether or not there is anything."""
-    if not path.startswith("/") or not path.isprintable():
-        raise CheckpointError(f"a folder of weights is named by an absolute path; got {path[:200]!r}")
-    try:
-        above = [Path(root.strip()).resolve() for root in roots.split(",") if root.strip()]
-        folder = Path(path).resolve()
-    except (OSError, RuntimeError, ValueError):
-        above, folder = [], Path(path)
-    if not any(folder.is_relative_to(root) for root in above):
-        raise CheckpointError(f"{path[:200]} lies below none of engine.weight_roots, from which weights may be taken")
-    return folder
-
-
-def _check_alike(folder: Path, found: Mapping[str, TensorHeader], wanted: Mapping[str, TensorHeader]) -> None:
-    """Refuse tensors that aren't those of the checkpoint in name, shape and dtype, naming the first."""
-    for name, header in wanted.items():
-        other = found.get(name)
-        if other is None:
-            raise CheckpointError(f"{folder} lacks the tensor {name}, which the checkpoint has")
-        if (other.dtype, other.shape) != (header.dtype, header.shape):
-            raise CheckpointError(
-                f"{folder}: the tensor {name} is {other.dtype} {list(other.shape)}; the checkpoint's is "
-                f"{header.dtype} {list(header.shape)}"
-            )
-    if more := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{folder} has the tensor {more[0]}, which the checkpoint lacks")
 
 
 def spec_of_config(path: Path) -> ModelSpec:
@@ -421,10 +401,11 @@ def read_pooling(path: Path) -> Pooling:
     refusal: text is served all the same."""
     modules, config = path / "modules.json", path / "config.json"
     try:
-        words = read_json(config).get(JUDGE) if config.exists() else None
-        pooling = _pooling(modules) if modules.exists() else Pooling()
+        said = read_json(config) if config.exists() else {}
+        pooling = _classified(said, _pooling(modules) if modules.exists() else Pooling())
     except CheckpointError as error:
         return Pooling(refusal=str(error))
+    words = said.get(JUDGE)
     if isinstance(words, list) and len(words) == 2 and all(isinstance(word, str) for word in words):
         return replace(pooling, judge=(words[0], words[1]))
     return pooling
@@ -464,6 +445,26 @@ def _pooled_by(found: Mapping[str, object], pooling: Pooling) -> Pooling:
     else:
         return replace(pooling, way=ways[0])
     return replace(pooling, refusal=refusal)
+
+
+def _classified(said: Mapping[str, object], pooling: Pooling) -> Pooling:
+    """`pooling` with the classes that a `config.json` names, by transformers' rules; without any for other models."""
+    names, labels = said.get("architectures"), said.get("id2label")
+    if not (isinstance(names, list) and names and str(names[0]).endswith(CLASSIFIER)):
+        return pooling
+    named = labels if isinstance(labels, dict) else {}
+    count = len(named) or said.get("num_labels", 2)
+    places = range(count if isinstance(count, int) else 2)
+    inner, old = said.get("sentence_transformers"), said.get("sbert_ce_default_activation_function")
+    activation = str(inner.get("activation_fn") or old if isinstance(inner, dict) else old).rpartition(".")[2]
+    if activation not in ("", "None", "Identity", "Sigmoid"):
+        pooling = replace(pooling, refusal=f"its scores go through {activation}; supported are Identity and Sigmoid")
+    return replace(
+        pooling,
+        labels=tuple(str(named.get(str(at), f"LABEL_{at}")) for at in places),
+        problem=str(said.get("problem_type") or ""),
+        raw_scores=activation == "Identity",
+    )
 
 
 def _sized(pooling: Pooling, hidden: object) -> Pooling:

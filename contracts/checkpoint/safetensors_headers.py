@@ -199,6 +199,36 @@ def _check_ranges(path: Path, start: int, size: int, headers: Mapping[str, Tenso
 
 
 @lru_cache(maxsize=64)
+def weights_folder(path: str, roots: str) -> Path:
+    """The folder of weights that `path` names, with all links followed. Raises `CheckpointError` where it lies below
+    none of `roots` (`engine.weight_roots`); in the same words whether or not there is anything."""
+    if not path.startswith("/") or not path.isprintable():
+        raise CheckpointError(f"a folder of weights is named by an absolute path; got {path[:200]!r}")
+    try:
+        above = [Path(root.strip()).resolve() for root in roots.split(",") if root.strip()]
+        folder = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):
+        above, folder = [], Path(path)
+    if not any(folder.is_relative_to(root) for root in above):
+        raise CheckpointError(f"{path[:200]} lies below none of engine.weight_roots, from which weights may be taken")
+    return folder
+
+
+def check_alike(folder: Path, found: Mapping[str, TensorHeader], wanted: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors that aren't those of the checkpoint in name, shape and dtype, naming the first."""
+    for name, header in wanted.items():
+        other = found.get(name)
+        if other is None:
+            raise CheckpointError(f"{folder} lacks the tensor {name}, which the checkpoint has")
+        if (other.dtype, other.shape) != (header.dtype, header.shape):
+            raise CheckpointError(
+                f"{folder}: the tensor {name} is {other.dtype} {list(other.shape)}; the checkpoint's is "
+                f"{header.dtype} {list(header.shape)}"
+            )
+    if more := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(f"{folder} has the tensor {more[0]}, which the checkpoint lacks")
+
+
 def same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
     """Whether two tensors are stored with the same bytes. Takes a second for each GB that is the same; raises
     `CheckpointError` for a file that can't be read."""

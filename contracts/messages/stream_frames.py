@@ -9,7 +9,8 @@ it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;
 4 has adapters, 5 embeddings, 6 pictures whose positions are turned by axes or see each other, and 7 judgements of
-pairs, of which the same is so; with 8 the weights of a cluster change, and 9 has poolings besides the last token's.
+pairs, of which the same is so; with 8 the weights of a cluster change, and 9 has classes, and poolings besides
+the last token's.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ class Decoder:
     norm: Norm
     """The norm of the last layer's output, before the head."""
     head: RowExactLinear | None
-    """None: of stages behind the first."""
+    """What makes logits, of tokens or of classes. None: of stages behind the first."""
     embed_scale: float | None = None
     """What rows of the embedding are multiplied with; the product is rounded to their dtype, the factor isn't."""
     logits_scale: float = 1.0
@@ -402,6 +402,12 @@ class Decoder:
         behind the final norm, [n, hidden] float32."""
         with using(self.kernels):
             return self.norm(x_nh).float()
+
+    def classes(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
+        """Compute the logits of classes behind some rows [n, hidden] of `forward`'s result, where the head is one for
+        classes: [n, classes] float32."""
+        with using(self.kernels):
+            return self._product(self.norm(x_nh), self._own_head, numerics)
 
     def projected(self, pooled_nh: Tensor, numerics: Numerics) -> Tensor:
         """Bring pooled vectors, [n, hidden] float32, through the `dense` modules: [n, outputs] float32."""

@@ -192,7 +192,11 @@ class Model(ABC):
         # A head of its own counts, whatever the configuration says, unless it is a copy.
         own = weights.has(head_name) and not only_head
         tied = self.tied and not (own and not weights.same(head_name, embed_name))
-        if tied:
+        if classes := len(self.spec.pooling.labels):
+            head, tied = weights.linear({"score": classes}, self.hidden), False
+            if self.spec.draft_model:
+                raise self.config.refuse("it tells classes and generates nothing: leave engine.draft_model empty")
+        elif tied:
             head = weights.tied_head(table)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden, bias=self.head_bias)

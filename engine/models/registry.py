@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.checkpoint.model_spec import CLASSIFIER, ModelSpec, read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.config_keys import check_keys, warn_of
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.tensors.weight_loader import Weights
@@ -117,6 +118,11 @@ class ShapesAlone(TorchFunctionMode):
 _BY_ELEMENT = {getattr(torch.Tensor, name) for name in ("exp", "neg", "__neg__", "add", "__add__", "mul", "__mul__")}
 
 
+def without_classes(architecture: str) -> str:
+    """The architecture that generates text with the layers of one that tells classes; of others, themselves."""
+    return re.sub(f"{CLASSIFIER}$", "ForCausalLM", architecture)
+
+
 def model_for(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Model:
     """Make the model of a checkpoint, and check its numbers and the names and shapes of its tensors.
 
@@ -141,9 +147,11 @@ def unchecked_model(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Model:
     if config.models == "transformers":
         from twinpool.engine.models.transformers_models import TransformersModel
 
+        if spec.pooling.labels:
+            raise ConfigError("engine.models=transformers computes no classes: leave it as it is without it")
         return TransformersModel(spec, config)
     of_text = spec.architecture, str(spec.config.peek("model_type"))
-    entry = ARCHITECTURES.get(_OTHER_TEXTS.get(of_text, spec.architecture))
+    entry = ARCHITECTURES.get(_OTHER_TEXTS.get(of_text, without_classes(spec.architecture)))
     if entry is None:
         raise CheckpointError(
             f"{spec.config.path}: architecture {spec.architecture} is not supported; supported are "

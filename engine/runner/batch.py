@@ -133,7 +133,7 @@ class PromptPooling:
     Whoever computes the prompt from its beginning again begins with another."""
 
     way: str
-    """One of `POOLINGS`, or `JUDGED`."""
+    """One of `POOLINGS`, `JUDGED` or `CLASSES`."""
     length: int
     """Tokens of the prompt."""
     dense: bool = False

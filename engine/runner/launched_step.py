@@ -16,7 +16,7 @@ from torch import Tensor
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
 from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, ServeExperts, TableEntries, TablePlace
-from twinpool.contracts.sampling_params import JUDGED
+from twinpool.contracts.sampling_params import CLASSES, JUDGED
 from twinpool.engine.attention.attention_plan import StepShape
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.native.current_kernels import using
@@ -96,7 +96,7 @@ def pooled_prompts(
 ) -> dict[int, Tensor]:
     """By row that ends a prompt, the vector that was asked for, float32 on its way to the host; of other rows, what its
     prompt's vector needs of them is kept. `offsets`: where each row begins in `x_mh`, and the last one's end."""
-    found, last = dict[int, Tensor](), dict[bool, list[int]]({False: [], True: []})
+    found, last = dict[int, Tensor](), dict[str, list[int]]()
     for number, row in enumerate(rows):
         pooling = row.pooling
         if pooling is None:
@@ -107,13 +107,14 @@ def pooled_prompts(
             if ends:
                 found[number] = _kept(pooling)
         elif ends:
-            last[pooling.way == JUDGED].append(number)
-    for judged, numbers in last.items():
-        if numbers:
-            at = to_device([offsets[number + 1] - 1 for number in numbers], x_mh.device)
-            x_nh = x_mh.index_select(0, at)
-            vectors = decoder.logits(x_nh, numerics) if judged else decoder.embeddings(x_nh)
-            found |= zip(numbers, vectors, strict=True)
+            last.setdefault(pooling.way, []).append(number)
+    for way, numbers in last.items():
+        x_nh = x_mh.index_select(0, to_device([offsets[number + 1] - 1 for number in numbers], x_mh.device))
+        if way == JUDGED:
+            vectors = decoder.logits(x_nh, numerics)
+        else:
+            vectors = decoder.classes(x_nh, numerics) if way == CLASSES else decoder.embeddings(x_nh)
+        found |= zip(numbers, vectors, strict=True)
     return {number: to_host(_finished(rows[number].pooling, one, decoder, numerics)) for number, one in found.items()}
 
 

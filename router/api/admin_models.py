@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
-from twinpool.contracts.checkpoint.model_spec import weights_folder
+from twinpool.contracts.checkpoint.safetensors_headers import weights_folder
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.message_types import NAME_CHARS, as_dict
 from twinpool.contracts.messages.pool_changes import (

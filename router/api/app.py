@@ -213,6 +213,7 @@ TEXT_KINDS = {
     "/v1/messages": FrameKind.MESSAGES,
     "/v1/embeddings": FrameKind.EMBEDDINGS,
     "/inference/v1/generate": FrameKind.GENERATE,
+    "/classify": FrameKind.CLASSIFY,
     **dict.fromkeys(("/v1/score", "/score"), FrameKind.SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), FrameKind.RERANK),
 }

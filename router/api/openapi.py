@@ -11,7 +11,7 @@ from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
 from twinpool.router.api.admin_models import MODEL_SCHEMA, SERVED_BODIES, SERVED_PATHS
 from twinpool.router.api.batch_endpoints import BATCH_PATHS, BATCH_SCHEMAS
-from twinpool.router.openai.pooled_answers import RERANK, SCORE
+from twinpool.router.openai.pooled_answers import CLASSIFY, RERANK, SCORE
 from twinpool.router.openai.request_fields import (
     BOOLEAN,
     CHAT,
@@ -42,6 +42,12 @@ _TIMELINE: Schema = {"description": "Where the time went, for requests with the 
 
 def _object(optional: Schema | None = None, **required: Schema) -> Schema:
     return object_of(" ".join(required), **required, **(optional or {}))
+
+
+def _pooled(one: Schema) -> Schema:
+    """An answer of prefill alone, with something for each text or pair."""
+    said = {"id": TEXT, "object": {"const": "list"}, "created": INTEGER, "model": TEXT}
+    return _object({"twinpool": _TIMELINE}, **said, data=array_of(one), usage=_PROMPT_USAGE)
 
 
 def _ref(name: str) -> Schema:
@@ -197,15 +203,8 @@ SCHEMAS: dict[str, Schema] = {
         model=TEXT,
         usage=_PROMPT_USAGE,
     ),
-    "Scores": _object(
-        {"twinpool": _TIMELINE},
-        id=TEXT,
-        object={"const": "list"},
-        created=INTEGER,
-        model=TEXT,
-        data=array_of(_object(index=INTEGER, object={"const": "score"}, score=_NUMBER)),
-        usage=_PROMPT_USAGE,
-    ),
+    "Classes": _pooled(_object(index=INTEGER, label=TEXT, probs=array_of(_NUMBER), num_classes=INTEGER)),
+    "Scores": _pooled(_object(index=INTEGER, object={"const": "score"}, score=_NUMBER)),
     "Ranking": _object(
         {"twinpool": _TIMELINE},
         id=TEXT,
@@ -291,6 +290,7 @@ BODIES: dict[str, Schema] = {
     "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
     "/v1/embeddings": _body(EMBEDDINGS, "input"),
     "/inference/v1/generate": _body(GENERATE, "token_ids"),
+    "/classify": _body(CLASSIFY, "input"),
     **dict.fromkeys(("/v1/score", "/score"), _body(SCORE)),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _body(RERANK, "query", "documents")),
     "/tokenize": _body(TOKENIZE),
@@ -393,6 +393,7 @@ _ENDPOINTS = {
     "/v1/responses/input_tokens": _reads("Count the tokens of a body of /v1/responses", "ResponseTokens", COUNTING),
     "/v1/embeddings": _reads("Embed texts", "Embeddings", EMBEDDING),
     "/inference/v1/generate": _reads("Token ids to token ids", "Generated"),
+    "/classify": _reads("Tell the classes of texts", "Classes", EMBEDDING),
     **dict.fromkeys(("/v1/score", "/score"), _reads("Score pairs of texts", "Scores", EMBEDDING)),
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"), _reads("Rank documents for a query", "Ranking", EMBEDDING)

@@ -141,7 +141,7 @@ def needed_of(r: RoutedRequest) -> tuple[int, str]:
     every build does."""
     if r.sampling.pooling:
         known = {"last": (EMBEDDINGS_SINCE, "embeddings"), JUDGED: (JUDGED_SINCE, "rerankers")}
-        return known.get(r.sampling.pooling, (POOLINGS_SINCE, f"embeddings by {r.sampling.pooling}"))
+        return known.get(r.sampling.pooling, (POOLINGS_SINCE, f"this model's pooling, {r.sampling.pooling}"))
     if r.sampling.adapter is not None:
         return ADAPTERS_SINCE, "adapters"
     if any(picture.across or picture.whole for picture in r.pictures):

@@ -203,7 +203,8 @@ class ReaderEnded(ReaderFailed):
 
 _NOT_HERE = {
     "embeddings are at /v1/embeddings": ("/embeddings",),
-    "this server makes no classes": ("/pooling", "/classify", "/v1/moderations"),
+    "vectors are at /v1/embeddings, and classes at /classify": ("/pooling",),
+    "nothing is moderated here": ("/v1/moderations",),
     "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
     "text is all that is made here: no images and no audio": (
         "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",

@@ -39,8 +39,7 @@ ChatMessages = tuple[dict[str, Any], ...]
 AnswerShape = Literal["openai", "anthropic", "responses", "tokens"]
 """Whose answers an answer looks like: those of OpenAI's completions and chats, of Anthropic's Messages API, of OpenAI's
 Responses API, or those without text (`router.openai.token_answers`)."""
-
-
+Activation = Literal["", "softmax", "sigmoid", "none"]
 Adapters = Mapping[str, AdapterRef]
 """The adapters that are served, by the name that a request's `model` has."""
 NO_ADAPTERS: Adapters = {}
@@ -56,7 +55,7 @@ class PairFormat:
     places: tuple[tuple[int, int], ...] = ()
     """By pair, its two prompts."""
     yes_at: int | None = None
-    """Where a prompt's vector is two logits, which of them is for the pair; None: vectors are embeddings."""
+    """Where a prompt's vector is two logits, which of them is for the pair; None: it isn't."""
     top_n: int | None = None
     """How many of the best are answered; None: all."""
     documents: tuple[str, ...] = ()
@@ -77,6 +76,10 @@ class EmbeddingFormat:
     """Whether vectors have length 1."""
     pairs: PairFormat | None = None
     """Where scores are asked for instead."""
+    labels: tuple[str, ...] = ()
+    """The classes, where they are asked for instead."""
+    activation: Activation = ""
+    """What is made of vectors that are logits of classes; empty: they are embeddings, or the two logits of a pair."""
 
 
 class UnknownModel(RequestError):
@@ -87,8 +90,7 @@ class UnknownModel(RequestError):
 class GenerateRequest:
     """One HTTP request for text: a chat, or one or more prompts with `n` choices each.
 
-    Without `max_tokens` a chat takes what is left of the context, a completion `router.default_max_tokens` of it. What
-    only chats have, or one of several APIs, has a default.
+    Without `max_tokens` a chat takes what is left of the context, a completion `router.default_max_tokens` of it.
     """
 
     chat: bool

@@ -1,5 +1,6 @@
-"""Answers that prefill workers give alone, of prompts that are not continued: embeddings, scores of pairs of texts, and
-documents ranked for a query (`/v1/embeddings`, `/v1/score`, `/v1/rerank`), from the body to what is written.
+"""Answers that prefill workers give alone, of prompts that are not continued: embeddings, classes, scores of pairs of
+texts, and documents ranked for a query (`/v1/embeddings`, `/classify`, `/v1/score`, `/v1/rerank`), from the body to
+what is written.
 
 A vector is cut to the dimensions that are asked for, brought to length 1 and written as soon as it comes, so that an
 answer with many of them never holds up the streams of others at its end. It is a function of the worker's float32s
@@ -8,7 +9,8 @@ alone: sums are exact.
 **A pair's score** is the cosine of its two embeddings; each text is computed once. Of a checkpoint that says
 `classifier_from_token` in its `config.json` (as vLLM has rerankers made of decoders, Qwen3-Reranker above all) it is
 what the model judges: query and document stand in one prompt, and the score is the second token's share of the
-probability of both. The worker sends the two logits in place of an embedding.
+probability of both. The worker sends the two logits in place of an embedding. Of one with a head for one class
+(``ForSequenceClassification``) it is that class's probability for the pair as its tokenizer joins it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from numpy.typing import NDArray
 from twinpool.contracts.checkpoint.model_spec import HIDDEN, ModelSpec, Pooling
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.errors import RequestError
-from twinpool.contracts.sampling_params import JUDGED, SamplingParams
+from twinpool.contracts.sampling_params import CLASSES, JUDGED, SamplingParams
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import (
     NO_ADAPTERS,
+    Activation,
     Adapters,
     EmbeddingFormat,
     GenerateRequest,
@@ -56,11 +59,13 @@ from twinpool.router.text.tokenizer import GuardedText, ModelTokenizer
 _SHARED = ["add_special_tokens", "cache_salt", "user", "truncate_prompt_tokens", "priority", "timeout", "model"]
 _TEXTS = shaped({"oneOf": [TEXT, array_of(TEXT, minItems=1, maxItems=MAX_INPUTS)]})
 _DOCUMENT = {"oneOf": [TEXT, object_of("text", text=TEXT)]}
+_ACTIVATED = RequestField("boolean", "Of a model with a head for classes: false answers its logits.")
 _INSTRUCTION = RequestField("string", "What a reranker is told to judge by; of others it is no part.")
 SCORE: dict[str, RequestField] = {
     **{name: EMBEDDINGS[name] for name in _SHARED},
     **dict.fromkeys(("text_1", "text_2", "queries", "documents"), _TEXTS),
     "instruction": _INSTRUCTION,
+    "use_activation": _ACTIVATED,
 }
 """The fields of `/v1/score`. `queries` and `documents` are newer names of `text_1` and `text_2`."""
 RERANK: dict[str, RequestField] = {
@@ -70,8 +75,11 @@ RERANK: dict[str, RequestField] = {
     "top_n": RequestField("integer", "How many of the best are answered; all if it isn't given.", 1, 2**31 - 1),
     "return_documents": RequestField("boolean", "Add the document's text to each result.", default=False),
     "instruction": _INSTRUCTION,
+    "use_activation": _ACTIVATED,
 }
 """The fields of `/v1/rerank`."""
+CLASSIFY = {name: EMBEDDINGS[name] for name in (*_SHARED, "input")} | {"use_activation": _ACTIVATED}
+"""The fields of `/classify`."""
 
 _JUDGE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -194,6 +202,65 @@ class EmbeddingWriter:
         return {"prompt_tokens": prompt, "total_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
+# ---------------------------------------------------------------- classes
+
+
+def read_classify(
+    body: Mapping[str, Any], spec: ModelSpec, pooling: Pooling, adapters: Adapters = NO_ADAPTERS
+) -> GenerateRequest:
+    """Read a body of `/classify`. Raises as `read_embeddings` does, and for a model without a head for classes."""
+    values, ignored = read_fields(body, CLASSIFY)
+    inner = {name: value for name, value in body.items() if name in EMBEDDINGS}
+    request = read_embeddings(inner, spec, replace(pooling, refusal=""), adapters)
+    if not pooling.labels:
+        message = "this model has no head for classes (ForSequenceClassification): embeddings are at /v1/embeddings"
+        raise RequestError(message, param="model")
+    form = EmbeddingFormat(labels=pooling.labels, activation=_activation(pooling, values.get("use_activation")))
+    sampling = structs.replace(request.sampling, pooling=CLASSES)
+    return replace(request, embedding=form, sampling=sampling, ignored=ignored)
+
+
+def _activation(pooling: Pooling, wanted: bool | None) -> Activation:
+    """What is made of the logits of classes: as vLLM has it, by what transformers trains the model with."""
+    if wanted is False or (wanted is None and pooling.problem == "regression"):
+        return "none"
+    several = len(pooling.labels) > 1 and pooling.problem != "multi_label_classification"
+    return "softmax" if several else "sigmoid"
+
+
+class ClassWriter(EmbeddingWriter):
+    """The writer of the classes of texts."""
+
+    def __init__(self, form: EmbeddingFormat, answer_id: str, created: int, model: str) -> None:
+        super().__init__(form, model)
+        self._id, self._created = answer_id, created
+        self._classes: dict[int, dict[str, Any]] = {}
+
+    def take(self, index: int, vector: Sequence[float]) -> None:
+        """Take the logits of a prompt's classes."""
+        probs = list(vector)
+        if self._form.activation == "sigmoid":
+            probs = [_sigmoid(logit) for logit in vector]
+        elif self._form.activation == "softmax":
+            powers = [math.exp(logit - max(vector)) for logit in vector]
+            probs = [power / math.fsum(powers) for power in powers]
+        label = self._form.labels[max(range(len(probs)), key=lambda at: (vector[at], -at))]
+        self._classes[index] = {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """Return the body."""
+        told: dict[str, Any] = {"id": f"classify-{self._id}", "object": "list", "created": self._created}
+        told |= {"model": self._model, "data": [self._classes[choice.index] for choice in self._choices]}
+        told["usage"] = self._usage()
+        if twinpool is not None:
+            told["twinpool"] = twinpool
+        return [compact_json(told).encode()]
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit > 0 else math.exp(logit) / (1 + math.exp(logit))
+
+
 # ---------------------------------------------------------------- pairs
 
 
@@ -216,7 +283,7 @@ def read_score(
     pairs = [(lefts[0] if len(lefts) == 1 else lefts[at], right) for at, right in enumerate(rights)]
     request = _without_texts(body, values, spec, pooling, adapters, ignored)
     form = EmbeddingFormat(second, pairs=PairFormat("score"))
-    return _with_pairs(request, form, pairs, pooling, tokenizer, values.get("instruction"))
+    return _with_pairs(request, form, pairs, pooling, tokenizer, values)
 
 
 def read_rerank(
@@ -237,7 +304,7 @@ def read_rerank(
     request = _without_texts(body, values, spec, pooling, adapters, ignored)
     shown = tuple(texts) if values["return_documents"] else ()
     form = EmbeddingFormat("documents", pairs=PairFormat("rerank", top_n=values.get("top_n"), documents=shown))
-    return _with_pairs(request, form, [(query, text) for text in texts], pooling, tokenizer, values.get("instruction"))
+    return _with_pairs(request, form, [(query, text) for text in texts], pooling, tokenizer, values)
 
 
 def _given(body: Mapping[str, Any], newer: str, older: str) -> str:
@@ -283,10 +350,16 @@ def _with_pairs(
     pairs: Sequence[tuple[str, str]],
     pooling: Pooling,
     tokenizer: ModelTokenizer,
-    instruction: str | None,
+    values: Mapping[str, Any],
 ) -> GenerateRequest:
     """Return the request with prompts by which each of `pairs` gets its score."""
     assert form.pairs is not None
+    instruction, activated = values.get("instruction"), values.get("use_activation")
+    if pooling.labels:
+        return _with_classified(request, form, form.pairs, pairs, pooling, tokenizer, values)
+    if activated is not None:
+        message = "use_activation is for models with a head for classes, and this one has none"
+        raise RequestError(message, param="use_activation")
     if pooling.judge is None:
         if instruction is not None:
             raise RequestError("instruction is for rerankers: write it into the text here", param="instruction")
@@ -308,6 +381,33 @@ def _with_pairs(
         add_special_tokens=False,
         embedding=replace(form, pairs=judged),
         sampling=structs.replace(request.sampling, pooling=JUDGED, allowed_token_ids=ids),
+    )
+
+
+def _with_classified(
+    request: GenerateRequest,
+    form: EmbeddingFormat,
+    asked: PairFormat,
+    pairs: Sequence[tuple[str, str]],
+    pooling: Pooling,
+    tokenizer: ModelTokenizer,
+    values: Mapping[str, Any],
+) -> GenerateRequest:
+    """Return the request with a prompt a pair, of which a head for one class makes the score."""
+    if len(pooling.labels) != 1:
+        message = f"this model tells {len(pooling.labels)} classes, and a score is of one: ask /classify"
+        raise RequestError(message, param="model")
+    for name in ("instruction", "truncate_prompt_tokens"):
+        if values.get(name) is not None:
+            raise RequestError(f"{name} isn't for models that judge a pair as it is given", param=name)
+    raw = not values.get("use_activation", not pooling.raw_scores)
+    places = tuple((n, n) for n in range(len(pairs)))
+    special = values["add_special_tokens"]
+    return replace(
+        request,
+        prompts=tuple(tokenizer.encode_pair(*pair, add_special=special, param=form.field) for pair in pairs),
+        embedding=replace(form, pairs=replace(asked, places=places), activation="none" if raw else "sigmoid"),
+        sampling=structs.replace(request.sampling, pooling=CLASSES),
     )
 
 
@@ -340,10 +440,13 @@ class PairWriter(EmbeddingWriter):
                 self._of.setdefault(prompt, []).append(number)
 
     def take(self, index: int, vector: Sequence[float]) -> None:
-        """Take what a prompt's worker sent: its embedding, or the logits of the two tokens of a judgement."""
+        """Take what a prompt's worker sent: its embedding, the logits of the two tokens of a judgement, or that of its
+        class."""
         if self._pairs.yes_at is not None:
-            yes = vector[self._pairs.yes_at] - vector[1 - self._pairs.yes_at]
-            self._scores[index] = 1 / (1 + math.exp(-yes)) if yes > 0 else math.exp(yes) / (1 + math.exp(yes))
+            self._scores[index] = _sigmoid(vector[self._pairs.yes_at] - vector[1 - self._pairs.yes_at])
+            return
+        if self._form.activation:
+            self._scores[index] = _sigmoid(vector[0]) if self._form.activation == "sigmoid" else vector[0]
             return
         self._vectors[index] = embedding_of(vector, EmbeddingFormat()).astype(np.float64)
         for number in self._of[index]:

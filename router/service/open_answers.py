@@ -34,7 +34,7 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import NoWorkers, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
-from twinpool.router.openai.pooled_answers import EmbeddingWriter, PairWriter
+from twinpool.router.openai.pooled_answers import ClassWriter, EmbeddingWriter, PairWriter
 from twinpool.router.openai.request_headers import NO_HEADERS, NO_TRACE, RequestHeaders, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
 from twinpool.router.openai.response_writer import ResponseWriter
@@ -165,7 +165,7 @@ class OpenedRequest:
             form = self.request.embedding
             if form.pairs is not None:
                 return PairWriter(form, form.pairs, self.id, created, model)
-            return EmbeddingWriter(form, model)
+            return ClassWriter(form, self.id, created, model) if form.labels else EmbeddingWriter(form, model)
         match self.request.shape:
             case "anthropic":
                 return MessagesWriter(self.id, model)

@@ -124,6 +124,15 @@ class ModelTokenizer:
         except (UnicodeError, TypeError):
             raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
 
+    def encode_pair(self, first: str, second: str, *, add_special: bool, param: str) -> tuple[int, ...]:
+        """Return the token ids of two texts as the tokenizer joins them; raises as `encode` does."""
+        if self._tokenizer is None:
+            raise RequestError(NO_TOKENIZER, param=param)
+        try:
+            return tuple(self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=add_special)[0].ids)
+        except (UnicodeError, TypeError):
+            raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
+
     def guarded(self, texts: Sequence[str]) -> tuple[list[str], str]:
         """Return texts with a guard within each name of a special token or a mark, and the guard; empty where they have
         none."""

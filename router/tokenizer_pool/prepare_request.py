@@ -44,7 +44,7 @@ from twinpool.router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from twinpool.router.openai.pooled_answers import read_embeddings
+from twinpool.router.openai.pooled_answers import read_classify, read_embeddings
 from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
 from twinpool.router.openai.token_answers import read_generate
 from twinpool.router.openai.tools import ToolUse, read_tools
@@ -141,6 +141,9 @@ class BodyReader:
     def embeddings(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_embeddings(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
 
+    def classes(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        return self.prepare(read_classify(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
+
     def pairs(self, read: Callable[..., GenerateRequest], raw: bytes, tenant: str = "") -> PreparedRequest:
         """Prepare a body with pairs of texts; `read`: `read_score` or `read_rerank`."""
         return self.prepare(
@@ -184,6 +187,9 @@ class BodyReader:
 
         `tenant`: who asks; nobody else finds what is cached of it.
         """
+        if request.embedding is None and self._pooling.labels:
+            message = "this model tells classes and generates no text: ask /classify, /v1/score or /v1/rerank"
+            raise RequestError(message, param="model")
         if tenant:
             request = replace(request, salt=f"{tenant}\n{request.salt}")
         elif request.salt.startswith(ADAPTER_SALT):

@@ -100,6 +100,7 @@ class FrameKind(IntEnum):
     GENERATE = 13
     SCORE = 14
     RERANK = 15
+    CLASSIFY = 17
     FETCHED = 16
     """Images that were fetched for the next frame's body, by URL; there is none where it needs none."""
     PREPARED = 20
@@ -121,6 +122,7 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.RESPONSES: BodyReader.responses,
     FrameKind.EMBEDDINGS: BodyReader.embeddings,
     FrameKind.GENERATE: BodyReader.generate,
+    FrameKind.CLASSIFY: BodyReader.classes,
     FrameKind.SCORE: lambda reader, raw, tenant: reader.pairs(read_score, raw, tenant),
     FrameKind.RERANK: lambda reader, raw, tenant: reader.pairs(read_rerank, raw, tenant),
 }

@@ -34,7 +34,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import JUDGED, AdapterRef, SamplingParams, TokenLogprob, WeightsVersion
+from twinpool.contracts.sampling_params import CLASSES, JUDGED, AdapterRef, SamplingParams, TokenLogprob, WeightsVersion
 
 VOCAB = 1000
 FIRST = 300
@@ -95,7 +95,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
         cached = 0
     if submit.sampling.pooling:
         vector = embedding(submit.tokens)
-        frame.append(Embedding(*key, vector[1:3] if submit.sampling.pooling == JUDGED else vector))
+        sent = {JUDGED: vector[1:3], CLASSES: vector[1:4]}.get(submit.sampling.pooling, vector)
+        frame.append(Embedding(*key, sent))
     if submit.sampling.max_tokens:
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))

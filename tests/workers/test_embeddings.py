@@ -9,8 +9,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification
 
-from tests.support.checkpoints import Oracle, copy_checkpoint
+from tests.support.checkpoints import Oracle, copy_checkpoint, make_checkpoint
 from tests.support.colocated_worker import colocated
 from tests.support.stepped_cluster import company
 from tests.support.worker_pair import pair
@@ -19,7 +20,7 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.worker_events import Embedding
-from twinpool.contracts.sampling_params import JUDGED, SamplingParams
+from twinpool.contracts.sampling_params import CLASSES, JUDGED, SamplingParams
 
 EMBED = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
 DRAW = SamplingParams(max_tokens=3, temperature=0.0)
@@ -169,6 +170,26 @@ def test_a_mean_goes_through_the_dense_modules_of_the_checkpoint(model: Path, or
         (answer,) = both.run(both.submit(prompt, replace(MEAN, pooling=pooling.asked)))
     torch.testing.assert_close(torch.tensor(answer.embedding), expected, rtol=1e-4, atol=1e-4)
     assert read_model_spec(folder).fingerprint != read_model_spec(model).fingerprint
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("qwen3", 1), ("llama", 3)])
+def test_a_head_for_classes_gives_the_logits_of_transformers_own_class(kind: str, labels: int, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", kind, seed=4)
+    torch.manual_seed(5)
+    own = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels, dtype=torch.float32)
+    own.save_pretrained(tmp_path / "classes")
+    asked, params = prompts(30, 60, 1, 33), SamplingParams(max_tokens=0, temperature=0.0, pooling=CLASSES)
+    assert read_model_spec(tmp_path / "classes").pooling.labels == tuple(f"LABEL_{n}" for n in range(labels))
+    with pair(tmp_path / "classes", prefill={"chunk_tokens": 32}) as both:
+        answers = both.run(*[both.submit(prompt, params) for prompt in asked])
+        (again,) = both.run(both.submit(asked[0], params))
+        assert again.progress[Role.PREFILL].cached_tokens >= 48, "the prefix is there"
+    assert again.embedding == answers[0].embedding
+    for prompt, answer in zip(asked, answers, strict=True):
+        with torch.no_grad():
+            (want,) = own(torch.tensor([prompt])).logits
+        torch.testing.assert_close(torch.tensor(answer.embedding), want, rtol=1e-4, atol=1e-4)
+        assert Role.DECODE not in answer.progress
 
 
 def test_a_judgement_is_the_logits_of_its_tokens_alone_in_a_batch_and_behind_a_prefix(

@@ -17,7 +17,7 @@ from tests.router.http_server import Server
         ("POST", "/v1/images/generations", "images"),
         ("POST", "/v1/audio/transcriptions", "audio"),
         ("GET", "/v1/uploads/upload-1", "stored"),
-        ("POST", "/classify", "makes no classes"),
+        ("POST", "/pooling", "vectors are at /v1/embeddings, and classes at /classify"),
         ("GET", "/v1/unknown", "no such endpoint"),
         ("GET", "/unknown", "no such endpoint"),
     ],
@@ -30,7 +30,7 @@ def test_an_absent_endpoint_says_why(server: Server, method: str, path: str, why
 
 def test_clients_get_their_own_class_of_error(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="makes no classes"):
+    with pytest.raises(openai.NotFoundError, match="nothing is moderated here"):
         client.moderations.create(input="x")
     with pytest.raises(openai.NotFoundError, match="adapters"):
         client.chat.completions.create(model="demo-lora", messages=[{"role": "user", "content": "x"}])

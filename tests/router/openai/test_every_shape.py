@@ -24,12 +24,20 @@ from twinpool.router.openai.parse_request import (
     read_chat,
     read_completion,
 )
-from twinpool.router.openai.pooled_answers import EmbeddingWriter, PairWriter, read_embeddings, read_rerank, read_score
+from twinpool.router.openai.pooled_answers import (
+    EmbeddingWriter,
+    PairWriter,
+    read_classify,
+    read_embeddings,
+    read_rerank,
+    read_score,
+)
 from twinpool.router.openai.token_answers import TokenWriter, read_generate
 from twinpool.router.text.tokenizer import read_model_tokenizer
 
 SPEC, TOKENIZER = demo_spec(), read_model_tokenizer(DEMO, 100_000)
 ADAPTERS = {"mine": AdapterRef("mine", "d" * 64, "/adapters/mine")}
+CLASSIFIER = Pooling(labels=("good",))
 COSINES, JUDGE = Pooling("last", True), Pooling("last", True, judge=(" no", "Yes"))
 Read = Callable[[Mapping[str, Any]], GenerateRequest]
 
@@ -48,6 +56,8 @@ ENDPOINTS: dict[str, tuple[Read, dict[str, Any]]] = {
     "rerank": (pairs(read_rerank, COSINES), RERANK),
     "judged score": (pairs(read_score, JUDGE), SCORE),
     "judged rerank": (pairs(read_rerank, JUDGE), RERANK),
+    "classes": (lambda body: read_classify(body, SPEC, CLASSIFIER, ADAPTERS), {"input": "a"}),
+    "classified score": (pairs(read_score, CLASSIFIER), SCORE),
 }
 SHARED = {
     "cache_salt": ("salt", "s1"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import JUDGED
 from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, PairFormat
-from twinpool.router.openai.pooled_answers import PairWriter, read_embeddings, read_rerank, read_score
+from twinpool.router.openai.pooled_answers import PairWriter, read_classify, read_embeddings, read_rerank, read_score
 
 QUERY, DOCUMENTS = "where do pages go", ["to the other worker", "the old house stood", "where do pages go"]
 
@@ -253,6 +255,109 @@ def test_what_says_no_two_words_is_no_reranker(tmp_path: Path, said: object) -> 
     assert read_pooling(tmp_path).judge is None
     (tmp_path / "config.json").write_text(json.dumps({"classifier_from_token": ["no", "yes"]}))
     assert read_pooling(tmp_path).judge == ("no", "yes")
+
+
+# ---------------------------------------------------------------- heads for classes
+
+
+def classifier(folder: Path, labels: int, **said: object) -> Path:
+    """The demo's files, with a configuration that names a head for so many classes."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (DEMO / name).exists():
+            shutil.copy(DEMO / name, folder / name)
+    named = {str(n): f"class {n}" for n in range(labels)}
+    said = {"id2label": named, "architectures": ["Qwen3ForSequenceClassification"]} | said
+    (folder / "config.json").write_text(json.dumps(json.loads((DEMO / "config.json").read_text()) | said))
+    return folder
+
+
+def classifying(folder: Path) -> AbstractContextManager[Server]:
+    return serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder)))
+
+
+def pair_tokens(server: Server, left: str, right: str) -> list[int]:
+    return [*tokens_of(server, left), *tokens_of(server, right, special=False)]
+
+
+def test_a_head_for_one_class_scores_each_pair_as_the_tokenizer_joins_it(tmp_path: Path) -> None:
+    with classifying(classifier(tmp_path / "judge", 1)) as server:
+        body = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
+        logits = [embedding(pair_tokens(server, QUERY, text))[1] for text in DOCUMENTS]
+        scores = {one["index"]: one["relevance_score"] for one in body["results"]}
+        assert scores == {n: close(1 / (1 + math.exp(-logit))) for n, logit in enumerate(logits)}
+        raw = server.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS, "use_activation": False}).json()["data"]
+        assert [one["score"] for one in raw] == logits
+        for name, value in (("instruction", "judge"), ("truncate_prompt_tokens", 9)):
+            error = server.refused("/v1/rerank", {**RERANK, name: value})
+            assert (error["param"], "as it is given" in error["message"]) == (name, True)
+        for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
+            assert "tells classes and generates no text" in server.refused(path, prompt)["message"]
+        raw_body = json.dumps({**RERANK, "documents": ["\ud800"]}).encode()
+        lone = server.client.post("/v1/rerank", content=raw_body).json()["error"]
+        assert (lone["param"], "lone surrogates" in lone["message"]) == ("documents", True)
+    with classifying(classifier(tmp_path / "raw", 1, sentence_transformers={"activation_fn": IDENTITY})) as server:
+        (one,) = server.post("/v1/score", {"text_1": "a", "text_2": "b"}).json()["data"]
+        assert one["score"] == embedding(pair_tokens(server, "a", "b"))[1]
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
+def test_classes_are_told_with_what_the_model_was_trained_by(tmp_path: Path, problem: str | None) -> None:
+    with classifying(classifier(tmp_path / "classes", 3, problem_type=problem)) as server:
+        texts = ["the old house", "it was a fine morning"]
+        body = server.post("/classify", {"input": texts}).json()
+        raw = server.post("/classify", {"input": texts, "use_activation": False}).json()
+        refused = server.refused("/v1/score", {"text_1": "a", "text_2": "b"})
+    assert "tells 3 classes, and a score is of one: ask /classify" in refused["message"]
+    assert (body["object"], body["model"], body["id"][:9]) == ("list", "demo", "classify-")
+    assert body["usage"]["prompt_tokens"] == sum(len(tokens_of(server, text)) for text in texts)
+    for n, (one, plain, text) in enumerate(zip(body["data"], raw["data"], texts, strict=True)):
+        logits = np.array(embedding(tokens_of(server, text))[1:4])
+        if problem == "multi_label_classification":
+            want = 1 / (1 + np.exp(-logits))
+        elif problem == "regression":
+            want = logits
+        else:
+            want = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        assert (one["index"], one["num_classes"], one["label"]) == (n, 3, f"class {logits.argmax()}")
+        np.testing.assert_allclose(one["probs"], want, rtol=1e-9)
+        np.testing.assert_allclose(plain["probs"], logits, rtol=1e-9)
+
+
+def test_one_class_has_a_probability_of_its_own() -> None:
+    read = read_classify({"input": "a"}, demo_spec(), Pooling(labels=("good",))).embedding
+    assert read is not None
+    assert (read.labels, read.activation) == (("good",), "sigmoid")
+
+
+def test_what_has_no_head_tells_no_classes(server: Server) -> None:
+    assert "no head for classes" in server.refused("/classify", {"input": "a"})["message"]
+    for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/rerank", RERANK)):
+        assert server.refused(path, {**body, "use_activation": False})["param"] == "use_activation"
+
+
+@pytest.mark.parametrize(
+    ("said", "labels", "raw", "why"),
+    [
+        ({"id2label": {"0": "no", "1": "yes"}}, ("no", "yes"), False, ""),
+        ({"num_labels": 1, "id2label": {}}, ("LABEL_0",), False, ""),
+        ({"id2label": None}, ("LABEL_0", "LABEL_1"), False, ""),
+        ({"sbert_ce_default_activation_function": IDENTITY}, ("class 0",), True, ""),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, ("class 0",), False, "through Tanh"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, (), False, ""),
+    ],
+)
+def test_a_head_is_read_as_transformers_reads_it(
+    tmp_path: Path, said: dict[str, object], labels: tuple[str, ...], raw: bool, why: str
+) -> None:
+    found = read_pooling(classifier(tmp_path / "head", 1, **said))
+    assert (found.labels, found.raw_scores) == (labels, raw)
+    assert why in found.refusal
+    assert bool(why) == bool(found.refusal)
 
 
 def test_a_worker_of_a_build_without_rerankers_is_not_asked_for_one() -> None:
