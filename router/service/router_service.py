@@ -75,9 +75,7 @@ from twinpool.router.verification.audits import AuditEnded, AuditFinding
 from twinpool.router.verification.stream_watch import StreamWatch, log_finding
 
 TICK_S = 0.1
-KEPT_NOWHERE = frozenset(  # It is computed again alike.
-    {FrameKind.EMBEDDINGS, FrameKind.CLASSIFY, FrameKind.SCORE, FrameKind.RERANK}
-)
+KEPT_NOWHERE = frozenset({FrameKind.EMBEDDINGS, FrameKind.CLASSIFY, FrameKind.SCORE, FrameKind.RERANK})  # Made alike.
 SHUTTING_DOWN = "the server is shutting down"
 
 

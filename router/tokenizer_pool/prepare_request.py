@@ -44,7 +44,7 @@ from twinpool.router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from twinpool.router.openai.pooled_answers import read_classify, read_embeddings
+from twinpool.router.openai.pooled_answers import read_embeddings
 from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
 from twinpool.router.openai.token_answers import read_generate
 from twinpool.router.openai.tools import ToolUse, read_tools
@@ -138,11 +138,11 @@ class BodyReader:
     def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_completion(self._tree(raw), self._spec, self.adapters), tenant)
 
-    def embeddings(self, raw: bytes, tenant: str = "") -> PreparedRequest:
-        return self.prepare(read_embeddings(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
-
-    def classes(self, raw: bytes, tenant: str = "") -> PreparedRequest:
-        return self.prepare(read_classify(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
+    def embeddings(
+        self, raw: bytes, tenant: str = "", read: Callable[..., GenerateRequest] = read_embeddings
+    ) -> PreparedRequest:
+        """Prepare a body with texts of which vectors are made; `read`: `read_embeddings` or `read_classify`."""
+        return self.prepare(read(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
 
     def pairs(self, read: Callable[..., GenerateRequest], raw: bytes, tenant: str = "") -> PreparedRequest:
         """Prepare a body with pairs of texts; `read`: `read_score` or `read_rerank`."""

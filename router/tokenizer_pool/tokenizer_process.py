@@ -42,7 +42,7 @@ from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, PairFormat, UnknownModel
-from twinpool.router.openai.pooled_answers import read_rerank, read_score
+from twinpool.router.openai.pooled_answers import read_classify, read_rerank, read_score
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from twinpool.router.text.pictures import ImagesWanted, WantedImage
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
@@ -122,7 +122,7 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.RESPONSES: BodyReader.responses,
     FrameKind.EMBEDDINGS: BodyReader.embeddings,
     FrameKind.GENERATE: BodyReader.generate,
-    FrameKind.CLASSIFY: BodyReader.classes,
+    FrameKind.CLASSIFY: lambda reader, raw, tenant: reader.embeddings(raw, tenant, read_classify),
     FrameKind.SCORE: lambda reader, raw, tenant: reader.pairs(read_score, raw, tenant),
     FrameKind.RERANK: lambda reader, raw, tenant: reader.pairs(read_rerank, raw, tenant),
 }
