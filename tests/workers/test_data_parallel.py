@@ -19,6 +19,7 @@ from tests.support.rank_followers import RankProcesses
 from tests.support.sharing_worker import SharingWorker, sharing_worker
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import SESSION, Answer, Pair, counts_for, pair, turns
+from tests.workers.test_drafts import DRAFTS, answers, said
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import PeerDead
@@ -139,6 +140,15 @@ def test_a_prefill_pool_may_share_its_experts_and_the_decode_pool_not(tmp_path: 
 def test_retracted_requests_come_back_with_all_their_state(tmp_path: Path, warm: RankProcesses) -> None:
     folder = EVERY["qwen3_moe"](tmp_path / "model")
     check_retracted(folder, Oracle(folder), warm, SHARED)
+
+
+@pytest.mark.slow
+def test_drafts_by_lookup_change_no_answer_and_no_log_probability(tmp_path: Path) -> None:
+    folder = EVERY["qwen3_moe"](tmp_path / "model")
+    plain, _ = answers(folder, decode={"speculation": "off"})
+    found, counters = answers(folder, decode=DRAFTS | SHARED, transfer={"plane": "shm"})
+    assert said(found) == said(plain)
+    assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
 
 
 @pytest.mark.slow
