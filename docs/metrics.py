@@ -61,7 +61,7 @@ SECTIONS = {
     "Records and traces": ("request_records", "record", "traces"),
     "Times and lengths": ("time_to", "time_per", "inter_token", "request_", "first_tokens", "gaps"),
     "Tokens": ("prompt_tokens", "generated_tokens", "draft_"),
-    "Workers": ("workers", "worker_", "breaker_", "placements", "preemptions", "autoscaler_"),
+    "Workers": ("workers", "worker_", "breaker_", "placements", "preemptions", "images", "autoscaler_"),
     "The KV cache": ("kv_", "cache_", "retract"),
     "From worker to worker": ("transfer_", "link_", "migrat", "offered_"),
     "What went wrong, and was mended": (
@@ -244,6 +244,9 @@ NOTES = {
     ),
     "twinpool_worker_shared_steps_idle_rows": Note(
         C, "fast on one worker: steps take as long as those of its group with more rows"
+    ),
+    "twinpool_images": Note(
+        C, "`computed` grows fast: large images take long; lower `router.max_image_pixels`, or add workers"
     ),
     "twinpool_preemptions": Note(C, "grows: prompts beyond prefill's pages; more `cache.device_tokens`, or workers"),
     "twinpool_breaker_state": Note(

@@ -85,6 +85,11 @@ def _work(core: RouterCore) -> Iterator[Metric]:
     preemptions = CounterMetricFamily(
         "twinpool_preemptions", "Prompts that gave their pages up to others and began anew", labels=_LABELS
     )
+    images = CounterMetricFamily(
+        "twinpool_images",
+        "Images that a worker has computed, and how often a later step took what it kept of one (`reused`)",
+        labels=[*_LABELS, "outcome"],
+    )
     for entry in core.workers:
         labels, status = [str(entry.record.name), str(entry.record.role)], entry.status
         requests.add_metric([*labels, "running"], status.running)
@@ -95,7 +100,10 @@ def _work(core: RouterCore) -> Iterator[Metric]:
         steps.add_metric(labels, status.steps)
         if "preemptions" in status.counters:
             preemptions.add_metric(labels, status.counters["preemptions"])
-    yield from (requests, booked, pending, outgoing, steps, preemptions)
+        for outcome in ("computed", "reused"):
+            if (count := status.counters.get(f"pictures_{outcome}")) is not None:
+                images.add_metric([*labels, outcome], count)
+    yield from (requests, booked, pending, outgoing, steps, preemptions, images)
 
 
 def _shared_steps(core: RouterCore) -> Iterator[Metric]:

@@ -164,6 +164,8 @@ def _decoded(part: PicturePart, rules: UrlRules) -> bytes:
     found = _DATA.match(part.source)
     if found is None:
         also = ", or of http or https" if rules else ""
+        if not rules and part.source[:8].lower().startswith(_FETCHED):
+            also = ": this server fetches no images (router.image_urls is empty)"
         told = f"the URL must be of data in base64 (data:image/png;base64,...){also}; got {part.source[:32]!r}"
         raise _refusal(part, told)
     if (found[1] or "").lower() == "image/svg+xml":

@@ -21,7 +21,7 @@ def asked() -> Iterator[Server]:
     with serving(FakeCluster()) as server:
         shared = {"dp_steps": 9.0, "dp_idle_steps": 4.0, "dp_idle_rows": 70.0}
         server.cluster["prefill-0"].counters = {
-            "preemptions": 2.0, "host_pages_total": 8.0, "host_pages_used": 6.0, **shared,
+            "preemptions": 2.0, "pictures_computed": 3.0, "host_pages_total": 8.0, "host_pages_used": 6.0, **shared,
         }  # fmt: skip
         server.cluster["decode-0"].counters = {"retractions": 3.0, "retracted": 1.0}
         server.call(server.cluster.changed)
@@ -104,6 +104,7 @@ def test_workers_have_their_state_starts_and_pages(asked: Server) -> None:
     assert found['twinpool_workers{role="prefill",state="dead"}'] == 0
     assert found['twinpool_kv_usage_ratio{role="prefill",tier="host",worker="prefill-0"}'] == 0.75
     assert found['twinpool_preemptions_total{role="prefill",worker="prefill-0"}'] == 2
+    assert found['twinpool_images_total{outcome="computed",role="prefill",worker="prefill-0"}'] == 3
 
 
 def test_a_worker_that_shares_its_experts_has_the_steps_that_it_took_with_rows_and_without(asked: Server) -> None:

@@ -107,6 +107,7 @@ HOSTILE: dict[str, tuple[object, str]] = {
     "base64 that is cut": (data_url(PNG)[:-3], "not base64"),
     "plain data": ("data:image/png,abc", "must be of data in base64"),
     "a file": ("file:///etc/passwd", "must be of data in base64"),
+    "what isn't fetched": ("https://images.example.org/a.png", "this server fetches no images"),
     "a number": (7, "image_url.url must be a string"),
 }
 
