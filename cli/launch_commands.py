@@ -409,11 +409,16 @@ def endpoint_picker(args: argparse.Namespace) -> int:
     if not 0 < args.preview_timeout <= MAX_PREVIEW_S:
         raise ConfigError(f"--preview-timeout is a number of seconds, up to {MAX_PREVIEW_S:g}")
     endpoints = Endpoints(args.endpoint, args.ca)
-    address = f"{args.host}:{args.port}"
     log_to_stream("endpoint-picker")
     asyncio.run(
         serve_picker(
-            address, endpoints, args.preview_timeout, fail_open=not args.fail_close, cert=args.cert, key=args.key
+            (args.host, args.port),
+            endpoints,
+            args.preview_timeout,
+            fail_open=not args.fail_close,
+            cert=args.cert,
+            key=args.key,
+            metrics_port=args.metrics_port,
         )
     )
     return FINE
@@ -435,6 +440,7 @@ def picker_commands() -> tuple[Command, ...]:
             ),
             flag("--host", "address to listen on (0.0.0.0)", default="0.0.0.0"),
             flag("--port", "port to listen on (9002)", type=int, default=9002),
+            flag("--metrics-port", "port of /metrics, for Prometheus (9090); 0: none", type=int, default=9090),
             flag("--cert", "file of the certificate to serve gRPC with", default="", metavar="FILE"),
             flag("--key", "file of its key", default="", metavar="FILE"),
             flag(

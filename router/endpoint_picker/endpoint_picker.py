@@ -26,7 +26,7 @@ import signal
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,39 +34,43 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.outside_data import read_json
-from twinpool.router.api.app import TEXT_KINDS
 from twinpool.router.endpoint_picker.ext_proc_messages import (
-    DESTINATION,
     HEALTH,
-    METADATA,
     PROCESSOR,
-    BodyMode,
+    GatewayExchange,
+    HttpRequest,
     ImmediateResponse,
-    Part,
-    ProcessingRequest,
-    ProcessingResponse,
     health_answer,
     read_health_check,
     read_request,
 )
-from twinpool.router.openai.api_errors import ApiError, BufferFull
+from twinpool.router.metrics.prometheus_metrics import Scrapes
+from twinpool.router.metrics.request_tally import TTFT_BUCKETS_S, HistogramTally
+from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.request_headers import PREVIEW_HEADER
 from twinpool.router.service.admission import BodyBuffer
 from twinpool.router.tokenizer_pool.prepare_request import BODY_BYTES_MOST
 
 RESOLVE_S = 5.0
-"""Seconds between two looks at which addresses the names of endpoints have."""
+"""Seconds between two looks at which addresses the names of endpoints have, and for which each is waited for."""
 AWAY_S = 5.0
 """Seconds for which a router that didn't answer is asked only where no other is left."""
 MOST_ASKED = 16
 """Routers that one request is previewed by. Of more, those that requests of the same beginning are previewed by."""
 MOST_NAMED = 3
 """Endpoints that a choice names: the first, and those that the gateway may try after it."""
+OUTCOMES = ("preview", "key", "load", "at_fault", "fallback", "refused", "no_preview", "no_endpoint")
+"""What decides a choice: previews; an `Idempotency-Key`; the load, of what isn't previewed; a router that says what is
+wrong with the request; the load, as no preview came. The others are answers to the client in place of one: all routers
+refuse it, no preview came, there is no endpoint."""
+PREVIEWS = ("taken", "refused", "unread", "failed")
+"""What comes of a preview: an estimate, an error, an answer that isn't known here, none within the time."""
 NEAR, NEAR_S = 1.25, 0.01
 """Up to so many times the least, and seconds more, times to a first token count as equal: they are predictions."""
 PREFIX_BYTES = 1024
@@ -106,23 +110,6 @@ class RouterRefusal:
         return self.status in (429, 502, 503, 504)
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRequest:
-    """A request as far as the gateway has shown it; `body`: None where it isn't known whole."""
-
-    headers: Mapping[str, str]
-    body: bytes | None
-
-    @property
-    def path(self) -> str:
-        return self.headers.get(":path", "").partition("?")[0]
-
-    @property
-    def is_previewed(self) -> bool:
-        """Whether routers can say what would become of it."""
-        return self.body is not None and self.headers.get(":method") == "POST" and self.path in TEXT_KINDS
-
-
 class Endpoints:
     """The routers that there are, as addresses ``ip:port``; names are looked up again and again, so that the name of a
     headless service stands for all of its pods."""
@@ -138,6 +125,8 @@ class Endpoints:
             raise ConfigError(f"can't read the certificate authority {ca}: {error}") from None
         self.hosts: dict[str, str] = {}
         """The host name that each address was found by, by which its certificate is checked."""
+        self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
+        """The latest of each name: one that hangs is waited for again, and no second thread hangs with it."""
 
     def client(self, timeout_s: float) -> httpx.AsyncClient:
         """A client of all endpoints, for previews. The caller closes it."""
@@ -145,19 +134,51 @@ class Endpoints:
         return httpx.AsyncClient(timeout=timeout_s, limits=limits, verify=self._trust, trust_env=False)
 
     async def resolve(self) -> None:
-        """Look up all names. What a name had is kept while it can't be looked up."""
-        loop, found = asyncio.get_running_loop(), dict[str, str]()
-        for host, port in self._names:
-            try:
-                infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                log("endpoint not found", host=host, reason=str(error))
-                found |= {address: name for address, name in self.hosts.items() if name == host}
+        """Look up all names, for `RESOLVE_S`. What a name had is kept while it can't be looked up."""
+        for name in self._names:
+            if name not in self._lookups:
+                self._lookups[name] = asyncio.ensure_future(_looked_up(*name))
+        await asyncio.wait(self._lookups.values(), timeout=RESOLVE_S)
+        found = dict[str, str]()
+        for name, lookup in list(self._lookups.items()):
+            failure: object = f"no answer within {RESOLVE_S:g} s"
+            if lookup.done():
+                failure = self._lookups.pop(name).exception()
+            if failure is None:
+                found |= dict.fromkeys(lookup.result(), name[0])
                 continue
-            found |= {_address(info[4]): host for info in infos}
+            log("endpoint not found", host=name[0], reason=str(failure))
+            found |= {address: host for address, host in self.hosts.items() if host == name[0]}
         if found.keys() != self.hosts.keys():
             log("endpoints", addresses=sorted(found))
         self.hosts = found
+
+
+class PickTally:
+    """What a picker has counted since its start."""
+
+    def __init__(self) -> None:
+        self.picks, self.previews = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(PREVIEWS, 0)
+        self.seconds = HistogramTally(TTFT_BUCKETS_S)
+        """From the last byte of a request that was seen to the choice."""
+
+    def families(self, *, exchanges: int, endpoints: Mapping[str, int]) -> Iterator[Metric]:
+        """Yield all families. `exchanges`: those under way. `endpoints`: how many, by state."""
+        text = "Choices of an endpoint, by what decided"
+        picks = CounterMetricFamily("twinpool_picker_picks", text, labels=["outcome"])
+        for outcome, count in self.picks.items():
+            picks.add_metric([outcome], count)
+        text = "Previews that routers were asked for, by what came of them"
+        previews = CounterMetricFamily("twinpool_picker_previews", text, labels=["result"])
+        for result, count in self.previews.items():
+            previews.add_metric([result], count)
+        known = GaugeMetricFamily("twinpool_picker_endpoints", "Endpoints that are known, by state", labels=["state"])
+        for state, count in endpoints.items():
+            known.add_metric([state], count)
+        yield from (picks, self.seconds.family("twinpool_picker_pick_seconds", "Time that choices took"), previews)
+        yield known
+        text = "Exchanges under way that were sent to an endpoint"
+        yield GaugeMetricFamily("twinpool_picker_exchanges", text, value=exchanges)
 
 
 class EndpointPicker:
@@ -172,21 +193,38 @@ class EndpointPicker:
         self._timeout_s, self._fail_open = timeout_s, fail_open
         self.open: Counter[str] = Counter()
         """Exchanges under way, by the endpoint that they were sent to first."""
+        self.tally = PickTally()
         self._away_until: dict[str, float] = {}
         self._turn = 0
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the families of a scrape."""
+        hosts = self._endpoints.hosts
+        away = sum(self._clock.now() < self._away_until.get(one, 0.0) for one in hosts)
+        known = {"present": len(hosts) - away, "away": away}
+        return self.tally.families(exchanges=self.open.total(), endpoints=known)
 
     async def pick(self, request: HttpRequest, subset: Sequence[str] | None) -> list[str] | ImmediateResponse:
         """The endpoints for a request, the best first; or the answer that it gets instead. `subset`: those that the
         gateway allows; None: all."""
+        began = self._clock.now()
+        outcome, picked = await self._pick(request, subset)
+        self.tally.picks[outcome] += 1
+        self.tally.seconds.observe(self._clock.now() - began)
+        return picked
+
+    async def _pick(
+        self, request: HttpRequest, subset: Sequence[str] | None
+    ) -> tuple[str, list[str] | ImmediateResponse]:
         able = [one for one in self._endpoints.hosts if subset is None or one in subset]
         if not able:
-            return refusal(503, "no endpoint of this pool is there", "no_endpoint")
+            return "no_endpoint", refusal(503, "no endpoint of this pool is there", "no_endpoint")
         self._turn += 1
         able = able[self._turn % len(able) :] + able[: self._turn % len(able)]
         if key := request.headers.get("idempotency-key"):
-            return _by_affinity(able, key.encode())[:MOST_NAMED]  # To where an answer that was begun is kept.
+            return "key", _by_affinity(able, key.encode())[:MOST_NAMED]  # To where an answer that was begun is kept.
         if not request.is_previewed:
-            return self._by_load(self._present(able))[:MOST_NAMED]
+            return "load", self._by_load(self._present(able))[:MOST_NAMED]
         present = self._present(able)
         said = await self._ask(request, present)
         if not said and (left := [one for one in able if one not in present]):
@@ -195,20 +233,22 @@ class EndpointPicker:
 
     def _chosen(
         self, said: Mapping[str, Estimate | RouterRefusal], able: Sequence[str]
-    ) -> list[str] | ImmediateResponse:
-        """The choice by what routers have said; those that said nothing aren't in it."""
+    ) -> tuple[str, list[str] | ImmediateResponse]:
+        """The choice by what routers have said, and what decided; those that said nothing aren't in it."""
         if takes := {one: told for one, told in said.items() if isinstance(told, Estimate)}:
-            return self._by_cost(takes)[:MOST_NAMED]
+            return "preview", self._by_cost(takes)[:MOST_NAMED]
         refused = {one: told for one, told in said.items() if isinstance(told, RouterRefusal)}
         if at_fault := [one for one, told in refused.items() if not told.for_now]:
-            return self._by_load(at_fault)[:1]  # The router says in its own words what is wrong with the request.
+            # The router says in its own words what is wrong with the request.
+            return "at_fault", self._by_load(at_fault)[:1]
         if refused:
             best = min(refused.values(), key=lambda told: told.status != 429)
             status = 429 if best.status == 429 else 503
-            return ImmediateResponse(status, best.body, best.headers, "all_endpoints_refuse")
+            return "refused", ImmediateResponse(status, best.body, best.headers, "all_endpoints_refuse")
         if self._fail_open:
-            return self._by_load(able)[:MOST_NAMED]
-        return refusal(503, "no endpoint has said what it would do with the request", "no_preview")
+            return "fallback", self._by_load(able)[:MOST_NAMED]
+        message = "no endpoint has said what it would do with the request"
+        return "no_preview", refusal(503, message, "no_preview")
 
     def _by_cost(self, takes: Mapping[str, Estimate]) -> list[str]:
         """Those that take the request, the best first."""
@@ -242,13 +282,17 @@ class EndpointPicker:
                 )
         except (httpx.HTTPError, TimeoutError, OSError) as error:
             self._away_until[endpoint] = self._clock.now() + AWAY_S
+            self.tally.previews["failed"] += 1
             log("no preview", endpoint=endpoint, reason=f"{type(error).__name__}: {error}")
             return None
         self._away_until.pop(endpoint, None)
         if response.status_code != 200:
             told = {name: response.headers[name] for name in TOLD_HEADERS if name in response.headers}
+            self.tally.previews["refused"] += 1
             return RouterRefusal(response.status_code, response.content[:ANSWER_BYTES], told)
-        return _estimate(response.content)
+        said = _estimate(response.content)
+        self.tally.previews["unread" if said is None else "taken"] += 1
+        return said
 
     def _present(self, able: Sequence[str]) -> list[str]:
         """Those that have answered when they were asked last; all where none has."""
@@ -288,6 +332,12 @@ def _host_and_port(name: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+async def _looked_up(host: str, port: int) -> list[str]:
+    """The addresses of a name. Raises `OSError`."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [_address(info[4]) for info in infos]
+
+
 def _address(place: Sequence[object]) -> str:
     """``ip:port`` of what `getaddrinfo` has found."""
     host, port = str(place[0]), place[1]
@@ -300,117 +350,16 @@ HELD_BYTES_MOST = 256 * 2**20
 """Bytes of bodies that are held for a choice, of all exchanges together, each in pieces and as a whole; a body beyond
 them isn't looked at."""
 MOST_EXCHANGES = 8192
+MOST_SCRAPES, SCRAPE_S, SCRAPE_BYTES = 16, 10.0, 16 * 1024
+"""Scrapes of metrics at once, the seconds that each has, and the bytes of its request."""
 END_S = 25.0
 """Seconds for which exchanges go on after SIGTERM, less than Kubernetes gives by default."""
-_ECHOED = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.GRPC)
-"""How bodies are sent that go on only as they are sent back."""
-_AT_ONCE = (BodyMode.NONE, BodyMode.STREAMED)
-"""How bodies are sent of which nothing is known when the headers have to be answered."""
-Reply = ProcessingResponse | ImmediateResponse
-
-
-class GatewayExchange:
-    """One exchange of a client through the gateway: what was seen of it, and where it was sent."""
-
-    def __init__(self, picker: EndpointPicker, held: BodyBuffer) -> None:
-        """`held`: the count of bytes of all exchanges' bodies that wait for a choice."""
-        self._picker, self._held = picker, held
-        self._headers: dict[str, str] = {}
-        self._subset: list[str] | None = None
-        self._modes = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
-        """The protocol asks for these, of a gateway that doesn't say."""
-        self._body: list[bytes] = []
-        """The pieces that wait for the choice."""
-        self._booked = 0
-        self._destination: str | None = None
-        """The value of `DESTINATION`; None: nothing was chosen yet."""
-        self._sent_to = ""
-
-    async def take(self, message: ProcessingRequest) -> list[Reply]:
-        """What is to be replied to a message; nothing where more of the body must come first."""
-        self._modes = message.modes or self._modes
-        match message.part:
-            case Part.REQUEST_HEADERS:
-                return await self._begin(message)
-            case Part.REQUEST_BODY if self._modes[0] in _ECHOED:
-                return await self._piece(message)
-            case Part.REQUEST_BODY if self._destination is None:
-                return [await self._choose(Part.REQUEST_BODY, known=self._hold(message.body))]
-            case Part.REQUEST_TRAILERS if self._destination is None:
-                replies = await self._whole(end=False)
-                return replies if self._destination is None else [*replies, ProcessingResponse(message.part)]
-            case Part.RESPONSE_BODY if self._modes[1] in _ECHOED:
-                return [ProcessingResponse(Part.RESPONSE_BODY, chunk=(message.body, message.end_of_stream))]
-            case Part.RESPONSE_HEADERS if message.served and self._sent_to:
-                self._count_at(message.served)  # The gateway may have tried another one.
-        return [ProcessingResponse(message.part)]
-
-    def close(self) -> None:
-        """End the exchange. Idempotent."""
-        self._drop_body()
-        self._count_at("")
-
-    async def _begin(self, message: ProcessingRequest) -> list[Reply]:
-        self._headers, self._subset = dict(message.headers), message.subset
-        if message.end_of_stream or self._modes[0] in _AT_ONCE:
-            return [await self._choose(Part.REQUEST_HEADERS, known=message.end_of_stream)]
-        return [] if self._modes[0] in _ECHOED else [ProcessingResponse(Part.REQUEST_HEADERS)]
-
-    async def _piece(self, message: ProcessingRequest) -> list[Reply]:
-        """Take a piece of a body that is sent back in pieces: at once, where a choice was made."""
-        if self._destination is not None:
-            return [ProcessingResponse(Part.REQUEST_BODY, chunk=(message.body, message.end_of_stream))]
-        known = self._hold(message.body)
-        if known and not message.end_of_stream:
-            return []
-        return await self._whole(end=message.end_of_stream, known=known)
-
-    def _hold(self, piece: bytes) -> bool:
-        """Hold a piece of the body until the choice; returns whether the body may be looked at: it isn't too large, and
-        there is room for it."""
-        self._body.append(piece)
-        try:
-            self._held.take(len(piece))
-        except BufferFull:
-            return False
-        self._booked += len(piece)
-        return self._booked <= BODY_BYTES_MOST
-
-    async def _whole(self, *, end: bool, known: bool = True) -> list[Reply]:
-        """Choose by the body that has come, and let it pass. `end`: whether its last piece is the end of the request.
-        `known`: whether it is all of the body."""
-        pieces = self._body
-        chosen = await self._choose(Part.REQUEST_HEADERS, known=known)
-        if isinstance(chosen, ImmediateResponse):
-            return [chosen]
-        last = len(pieces) - 1
-        chunks = [(piece, end and number == last) for number, piece in enumerate(pieces)]
-        return [chosen, *(ProcessingResponse(Part.REQUEST_BODY, chunk=chunk) for chunk in chunks)]
-
-    async def _choose(self, part: Part, *, known: bool) -> Reply:
-        """Choose, and reply to `part` with the choice. `known`: whether what is held is the whole body."""
-        request = HttpRequest(self._headers, b"".join(self._body) if known else None)
-        picked = await self._picker.pick(request, self._subset)
-        self._drop_body()
-        if isinstance(picked, ImmediateResponse):
-            log("refused", status=picked.status, details=picked.details, path=self._headers.get(":path", "")[:200])
-            return picked
-        self._count_at(picked[0])
-        self._destination = ",".join(picked)
-        told = {DESTINATION: self._destination}
-        return ProcessingResponse(part, told, {METADATA: told})
-
-    def _count_at(self, endpoint: str) -> None:
-        """Count the exchange as under way at `endpoint`, and no more where it was; empty: nowhere."""
-        if self._sent_to:
-            self._picker.open[self._sent_to] -= 1
-        if endpoint:
-            self._picker.open[endpoint] += 1
-        self._sent_to = endpoint
-
-    def _drop_body(self) -> None:
-        self._held.give_back(self._booked)
-        self._body, self._booked = [], 0
+HOLD_S = 60.0
+"""Seconds for which the next message of a gateway is waited for before a choice: its request is held meanwhile."""
+EXCHANGE_S = 6 * 3600.0
+"""The same behind the choice, when nothing is held: longer than any answer takes."""
+KEEPALIVE = [("grpc.keepalive_time_ms", 60_000), ("grpc.keepalive_timeout_ms", 20_000)]
+"""How soon a gateway that is gone without a word is noticed."""
 
 
 class PickerService:
@@ -436,12 +385,23 @@ class PickerService:
         """Process one exchange."""
         exchange = GatewayExchange(self._picker, self._held)
         try:
-            async for data in messages:
+            coming = aiter(messages)
+            while True:
                 try:
-                    message = read_request(data)
+                    async with asyncio.timeout(EXCHANGE_S if exchange.chosen else HOLD_S):
+                        data = await anext(coming)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    if exchange.chosen:
+                        return  # An exchange goes on without its picker.
+                    message = f"no more of the request came within {HOLD_S:g} s"
+                    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+                try:
+                    said = read_request(data)
                 except ValueError as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message can't be read: {error}")
-                for reply in await exchange.take(message):
+                for reply in await exchange.take(said):
                     yield reply.to_bytes()
         finally:
             exchange.close()
@@ -457,12 +417,56 @@ class PickerService:
                 return await context.abort(grpc.StatusCode.NOT_FOUND, f"no such service: {other[:100]}")
 
 
+class MetricsPage:
+    """The metrics of a picker over plain HTTP, at ``/metrics``: an answer a connection, within `SCRAPE_S`."""
+
+    def __init__(self, picker: EndpointPicker) -> None:
+        self._scrapes, self._open = Scrapes(picker.families), 0
+
+    async def listen(self, host: str, port: int) -> asyncio.Server:
+        """Begin to listen. Raises `ConfigError`."""
+        try:
+            return await asyncio.start_server(self.answer, host, port, limit=SCRAPE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"can't listen at {host}:{port} for --metrics-port: {error}") from None
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection, and close it."""
+        self._open += 1
+        try:
+            if self._open <= MOST_SCRAPES:
+                async with asyncio.timeout(SCRAPE_S):
+                    writer.write(await self._page(await reader.readuntil(b"\r\n\r\n")))
+                    await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # It sent no request, or doesn't read what it gets.
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _page(self, head: bytes) -> bytes:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        status, body, kind = "404 Not Found", b"metrics are at /metrics\n", "text/plain; charset=utf-8"
+        if first.startswith("GET /metrics ") or first.startswith("GET /metrics?"):
+            accept = next((line[7:] for line in lines if line.lower().startswith("accept:")), "")
+            status, (body, kind) = "200 OK", await self._scrapes.answer(accept)
+        told = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        return told.encode() + body
+
+
 async def serve_picker(
-    address: str, endpoints: Endpoints, timeout_s: float, *, fail_open: bool, cert: str = "", key: str = ""
+    address: tuple[str, int],
+    endpoints: Endpoints,
+    timeout_s: float,
+    *,
+    fail_open: bool,
+    cert: str = "",
+    key: str = "",
+    metrics_port: int = 0,
 ) -> None:
-    """Serve at ``host:port`` until SIGTERM or SIGINT. `cert`, `key`: files; empty: without TLS. Raises `ConfigError`
-    where the address or the files can't be used."""
-    options = [("grpc.max_receive_message_length", BODY_BYTES_MOST + 2**20), ("grpc.so_reuseport", 0)]
+    """Serve at an address, host and port, until SIGTERM or SIGINT. `cert`, `key`: files; empty: without TLS.
+    `metrics_port`: of the same host; 0: none. Raises `ConfigError` where an address or the files can't be used."""
+    options = [("grpc.max_receive_message_length", BODY_BYTES_MOST + 2**20), ("grpc.so_reuseport", 0), *KEEPALIVE]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_EXCHANGES)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -470,7 +474,8 @@ async def serve_picker(
     async with endpoints.client(timeout_s) as client:
         picker = EndpointPicker(endpoints, client, SystemClock(), timeout_s, fail_open=fail_open)
         PickerService(endpoints, picker).add_to(server)
-        port = _listen(server, address, cert, key)
+        port = listen(server, f"{address[0]}:{address[1]}", cert, key)
+        page = await MetricsPage(picker).listen(address[0], metrics_port) if metrics_port else None
         await endpoints.resolve()
         await server.start()
         log("endpoint picker serves", port=port, endpoints=sorted(endpoints.hosts))
@@ -480,9 +485,12 @@ async def serve_picker(
             except TimeoutError:
                 await endpoints.resolve()
         await server.stop(END_S)
+        if page is not None:
+            page.close()
 
 
-def _listen(server: grpc.aio.Server, address: str, cert: str, key: str) -> int:
+def listen(server: grpc.aio.Server, address: str, cert: str, key: str) -> int:
+    """Have a server listen at ``host:port``, by TLS where there are files; returns the port. Raises `ConfigError`."""
     try:
         if not cert:
             return server.add_insecure_port(address)

@@ -1,4 +1,5 @@
-"""The messages of Envoy's external processing (`envoy.service.ext_proc.v3`) and of gRPC's health checks, as bytes.
+"""Envoy's external processing (`envoy.service.ext_proc.v3`): its messages and those of gRPC's health checks, as bytes,
+and what is replied to them in one exchange.
 
 They are protobuf. Those fields that an endpoint picker reads or writes are here, by their numbers in Envoy's
 `external_processor.proto`, `base.proto` and `processing_mode.proto`, and protobuf's `struct.proto`; others are passed
@@ -13,7 +14,16 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from twinpool.contracts.json_logs import log
+from twinpool.router.api.app import TEXT_KINDS
+from twinpool.router.openai.api_errors import BufferFull
+from twinpool.router.service.admission import BodyBuffer
+from twinpool.router.tokenizer_pool.prepare_request import BODY_BYTES_MOST
+
+if TYPE_CHECKING:
+    from twinpool.router.endpoint_picker.endpoint_picker import EndpointPicker
 
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 """The services."""
@@ -307,3 +317,138 @@ def _number(value: int) -> bytes:
         value >>= 7
     found.append(value)
     return bytes(found)
+
+
+# ---------------------------------------------------------------- an exchange
+
+_ECHOED = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.GRPC)
+"""How bodies are sent that go on only as they are sent back."""
+_AT_ONCE = (BodyMode.NONE, BodyMode.STREAMED)
+"""How bodies are sent of which nothing is known when the headers have to be answered."""
+Reply = ProcessingResponse | ImmediateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request as far as the gateway has shown it; `body`: None where it isn't known whole."""
+
+    headers: Mapping[str, str]
+    body: bytes | None
+
+    @property
+    def path(self) -> str:
+        return self.headers.get(":path", "").partition("?")[0]
+
+    @property
+    def is_previewed(self) -> bool:
+        """Whether routers can say what would become of it."""
+        return self.body is not None and self.headers.get(":method") == "POST" and self.path in TEXT_KINDS
+
+
+class GatewayExchange:
+    """One exchange of a client through the gateway: what was seen of it, and where it was sent."""
+
+    def __init__(self, picker: EndpointPicker, held: BodyBuffer) -> None:
+        """`held`: the count of bytes of all exchanges' bodies that wait for a choice."""
+        self._picker, self._held = picker, held
+        self._headers: dict[str, str] = {}
+        self._subset: list[str] | None = None
+        self._modes = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
+        """The protocol asks for these, of a gateway that doesn't say."""
+        self._body: list[bytes] = []
+        """The pieces that wait for the choice."""
+        self._booked = 0
+        self._destination: str | None = None
+        """The value of `DESTINATION`; None: nothing was chosen yet."""
+        self._sent_to = ""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the gateway has been told where the request goes: nothing of it is held then."""
+        return self._destination is not None
+
+    async def take(self, message: ProcessingRequest) -> list[Reply]:
+        """What is to be replied to a message; nothing where more of the body must come first."""
+        self._modes = message.modes or self._modes
+        match message.part:
+            case Part.REQUEST_HEADERS:
+                return await self._begin(message)
+            case Part.REQUEST_BODY if self._modes[0] in _ECHOED:
+                return await self._piece(message)
+            case Part.REQUEST_BODY if self._destination is None:
+                return [await self._choose(Part.REQUEST_BODY, known=self._hold(message.body))]
+            case Part.REQUEST_TRAILERS if self._destination is None:
+                replies = await self._whole(end=False)
+                return replies if self._destination is None else [*replies, ProcessingResponse(message.part)]
+            case Part.RESPONSE_BODY if self._modes[1] in _ECHOED:
+                return [ProcessingResponse(Part.RESPONSE_BODY, chunk=(message.body, message.end_of_stream))]
+            case Part.RESPONSE_HEADERS if message.served and self._sent_to:
+                self._count_at(message.served)  # The gateway may have tried another one.
+        return [ProcessingResponse(message.part)]
+
+    def close(self) -> None:
+        """End the exchange. Idempotent."""
+        self._drop_body()
+        self._count_at("")
+
+    async def _begin(self, message: ProcessingRequest) -> list[Reply]:
+        self._headers, self._subset = dict(message.headers), message.subset
+        if message.end_of_stream or self._modes[0] in _AT_ONCE:
+            return [await self._choose(Part.REQUEST_HEADERS, known=message.end_of_stream)]
+        return [] if self._modes[0] in _ECHOED else [ProcessingResponse(Part.REQUEST_HEADERS)]
+
+    async def _piece(self, message: ProcessingRequest) -> list[Reply]:
+        """Take a piece of a body that is sent back in pieces: at once, where a choice was made."""
+        if self._destination is not None:
+            return [ProcessingResponse(Part.REQUEST_BODY, chunk=(message.body, message.end_of_stream))]
+        known = self._hold(message.body)
+        if known and not message.end_of_stream:
+            return []
+        return await self._whole(end=message.end_of_stream, known=known)
+
+    def _hold(self, piece: bytes) -> bool:
+        """Hold a piece of the body until the choice; returns whether the body may be looked at: it isn't too large, and
+        there is room for it."""
+        self._body.append(piece)
+        try:
+            self._held.take(len(piece))
+        except BufferFull:
+            return False
+        self._booked += len(piece)
+        return self._booked <= BODY_BYTES_MOST
+
+    async def _whole(self, *, end: bool, known: bool = True) -> list[Reply]:
+        """Choose by the body that has come, and let it pass. `end`: whether its last piece is the end of the request.
+        `known`: whether it is all of the body."""
+        pieces = self._body
+        chosen = await self._choose(Part.REQUEST_HEADERS, known=known)
+        if isinstance(chosen, ImmediateResponse):
+            return [chosen]
+        last = len(pieces) - 1
+        chunks = [(piece, end and number == last) for number, piece in enumerate(pieces)]
+        return [chosen, *(ProcessingResponse(Part.REQUEST_BODY, chunk=chunk) for chunk in chunks)]
+
+    async def _choose(self, part: Part, *, known: bool) -> Reply:
+        """Choose, and reply to `part` with the choice. `known`: whether what is held is the whole body."""
+        request = HttpRequest(self._headers, b"".join(self._body) if known else None)
+        picked = await self._picker.pick(request, self._subset)
+        self._drop_body()
+        if isinstance(picked, ImmediateResponse):
+            log("refused", status=picked.status, details=picked.details, path=self._headers.get(":path", "")[:200])
+            return picked
+        self._count_at(picked[0])
+        self._destination = ",".join(picked)
+        told = {DESTINATION: self._destination}
+        return ProcessingResponse(part, told, {METADATA: told})
+
+    def _count_at(self, endpoint: str) -> None:
+        """Count the exchange as under way at `endpoint`, and no more where it was; empty: nowhere."""
+        if self._sent_to:
+            self._picker.open[self._sent_to] -= 1
+        if endpoint:
+            self._picker.open[endpoint] += 1
+        self._sent_to = endpoint
+
+    def _drop_body(self) -> None:
+        self._held.give_back(self._booked)
+        self._body, self._booked = [], 0

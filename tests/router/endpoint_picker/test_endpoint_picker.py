@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -20,8 +21,9 @@ from tests.support.certificates import TestAuthority
 from tests.support.ext_proc_protos import filter_metadata, header_map, parsed, proto
 from tests.support.free_ports import free_port
 from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.credentials.certificate_files import NODE_NAME
 from twinpool.contracts.errors import ConfigError
-from twinpool.router.endpoint_picker import endpoint_picker
+from twinpool.router.endpoint_picker import endpoint_picker, ext_proc_messages
 from twinpool.router.endpoint_picker.endpoint_picker import (
     ASKED_HEADERS,
     AWAY_S,
@@ -29,8 +31,9 @@ from twinpool.router.endpoint_picker.endpoint_picker import (
     MOST_ASKED,
     EndpointPicker,
     Endpoints,
-    GatewayExchange,
+    MetricsPage,
     PickerService,
+    listen,
 )
 from twinpool.router.endpoint_picker.ext_proc_messages import (
     DESTINATION,
@@ -38,6 +41,7 @@ from twinpool.router.endpoint_picker.ext_proc_messages import (
     PROCESSOR,
     SERVED,
     SUBSET,
+    GatewayExchange,
     read_request,
 )
 from twinpool.router.service.admission import BodyBuffer
@@ -271,7 +275,7 @@ def test_bodies_come_as_the_gateway_has_them(routers: list[Server], monkeypatch:
             assert sorted(chosen(got)) == sorted(both)
         small = Gateway(gateway.picker, BodyBuffer(len(raw) // 4))
         for narrow, most in ((small, len(raw)), (gateway, len(raw) - 1)):
-            monkeypatch.setattr(endpoint_picker, "BODY_BYTES_MOST", most)
+            monkeypatch.setattr(ext_proc_messages, "BODY_BYTES_MOST", most)
             whole = [await narrow.talk(headers_message(BUFFERED), body_message(raw, True)) for _ in range(2)]
             assert {chosen(replies)[0] for replies in whole} == set(both), "unseen, so in turns"
         replies = await small.talk(*asked(completion()))
@@ -558,3 +562,155 @@ def test_it_is_served_over_grpc_with_health_checks(routers: list[Server]) -> Non
             assert not +picker.open, "exchanges that are over are counted nowhere"
 
     asyncio.run(work())
+
+
+def test_over_tls_a_gateway_checks_the_pickers_certificate(tmp_path: Path) -> None:
+    ours, other = TestAuthority(tmp_path / "ours"), TestAuthority(tmp_path / "other")
+    node = ours.node()
+
+    async def work() -> None:
+        endpoints = Endpoints(TWO)
+        answers = httpx.MockTransport(lambda _: httpx.Response(200, json=PREVIEW))
+        async with httpx.AsyncClient(transport=answers) as client:
+            server = grpc.aio.server()
+            with pytest.raises(ConfigError, match="can't listen at"):
+                listen(server, "127.0.0.1:0", str(tmp_path / "none"), str(node.key))
+            PickerService(endpoints, EndpointPicker(endpoints, client, ManualClock(), 60.0)).add_to(server)
+            port = listen(server, "127.0.0.1:0", str(node.cert), str(node.key))
+            await endpoints.resolve()
+            await server.start()
+            for authority, fine in ((ours, True), (other, False)):
+                credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+                named = [("grpc.ssl_target_name_override", NODE_NAME)]
+                async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=named) as channel:
+                    process = channel.stream_stream(f"/{PROCESSOR}/Process", None, None)
+                    sent = [one.SerializeToString() for one in asked(completion())]
+                    if fine:
+                        replies = [parsed("ProcessingResponse", one) async for one in process(iter(sent), timeout=60)]
+                        assert sorted(chosen(replies)) == TWO
+                    else:
+                        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                            await anext(aiter(process(iter(sent), timeout=60)))
+            await server.stop(None)
+
+    asyncio.run(work())
+
+
+class Aborted(Exception):
+    """Raised where a call is ended with an error."""
+
+
+class Call:
+    """What a service sees of a call."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise Aborted(code, details)
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_gateway_that_says_no_more_is_not_waited_for_for_ever(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the choice its request is held, and the call fails; behind it nothing is, and the exchange goes on."""
+    monkeypatch.setattr(endpoint_picker, "HOLD_S", 60.0 if decided else 0.01)
+    monkeypatch.setattr(endpoint_picker, "EXCHANGE_S", 0.01 if decided else 60.0)
+    messages = [one.SerializeToString() for one in asked(completion())]
+
+    async def silent() -> AsyncIterator[bytes]:
+        for message in messages if decided else messages[:1]:
+            yield message
+        await asyncio.Event().wait()
+
+    async def work(gateway: Gateway) -> None:
+        service = PickerService(Endpoints(TWO), gateway.picker)
+        replies = list[bytes]()
+        ended = ""
+        try:
+            async for reply in service.process(silent(), Call()):  # type: ignore[arg-type]
+                replies.append(reply)
+        except Aborted as error:
+            ended = str(error)
+        assert bool(replies) is decided
+        assert ("DEADLINE_EXCEEDED" in ended) is not decided
+        assert not +gateway.picker.open
+
+    stand_ins(lambda _: httpx.Response(200, json=PREVIEW), work)
+
+
+def test_a_name_whose_look_up_hangs_keeps_its_addresses_and_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, hangs = list[str](), set[str]()
+
+    async def run() -> None:
+        goes_on = asyncio.Event()
+
+        async def look_up(host: str, port: int, **how: Any) -> list[Any]:
+            asks.append(host)
+            if host in hangs:
+                await goes_on.wait()
+            return [(2, 1, 6, "", (f"10.0.0.{len(asks)}", port))]
+
+        asyncio.get_running_loop().getaddrinfo = look_up  # type: ignore[method-assign,assignment]
+        endpoints = Endpoints(["a:1", "b:2"])
+        await endpoints.resolve()
+        assert endpoints.hosts == {"10.0.0.1:1": "a", "10.0.0.2:2": "b"}
+        monkeypatch.setattr(endpoint_picker, "RESOLVE_S", 0.01)
+        hangs.add("a")
+        for _ in range(2):
+            await endpoints.resolve()
+        assert (asks.count("a"), asks.count("b")) == (2, 3)
+        assert endpoints.hosts == {"10.0.0.1:1": "a", "10.0.0.5:2": "b"}
+        goes_on.set()
+        monkeypatch.setattr(endpoint_picker, "RESOLVE_S", 60.0)
+        await endpoints.resolve()
+        assert sorted(endpoints.hosts.values()) == ["a", "b"]
+        assert "10.0.0.1:1" not in endpoints.hosts
+
+    asyncio.run(run())
+
+
+async def scrape(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    async with asyncio.timeout(60.0):
+        found = await reader.read(-1)
+    writer.close()
+    return found
+
+
+def test_what_it_has_chosen_and_by_what_is_at_its_metrics() -> None:
+    said: dict[str, httpx.Response | Exception] = dict.fromkeys(TWO, httpx.Response(200, json=PREVIEW))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        told = said[request.url.netloc.decode()]
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    async def work(gateway: Gateway) -> None:
+        page = await MetricsPage(gateway.picker).listen("127.0.0.1", 0)
+        port = page.sockets[0].getsockname()[1]
+        await gateway.destination(completion())
+        await gateway.destination(completion(), **{"idempotency-key": "k"})
+        said[TWO[0]], said[TWO[1]] = httpx.Response(200, json=[]), httpx.Response(400)
+        await gateway.destination(completion())
+        said[TWO[0]] = said[TWO[1]] = httpx.ConnectError("gone")
+        (refused,) = await gateway.talk(*asked(completion()))
+        assert refused.immediate_response.status.code == 503
+        whole = await scrape(port, b"GET /metrics HTTP/1.1\r\nAccept: text/plain\r\n\r\n")
+        head, _, body = whole.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        samples = {
+            (sample.name.removeprefix("twinpool_picker_"), *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+        picks = {key[1]: value for key, value in samples.items() if key[0] == "picks_total" and value}
+        assert picks == {"preview": 1, "key": 1, "at_fault": 1, "no_preview": 1}
+        asks = {key[1]: value for key, value in samples.items() if key[0] == "previews_total"}
+        assert asks == {"taken": 2, "refused": 1, "unread": 1, "failed": 2}
+        assert samples["pick_seconds_count",] == 4
+        assert (samples["endpoints", "present"], samples["endpoints", "away"]) == (0, 2)
+        assert samples["exchanges",] == 0
+        assert (await scrape(port, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+        assert await scrape(port, b"x" * (1 + endpoint_picker.SCRAPE_BYTES)) == b""
+        page.close()
+
+    stand_ins(answer, work)
