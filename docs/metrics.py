@@ -46,6 +46,7 @@ SECTIONS = {
         "body_",
         "bodies_",
         "reader_",
+        "image_",
     ),
     "Requests": (
         "requests_in",
@@ -344,6 +345,13 @@ NOTES = {
     "vllm:request_inference_time_seconds": Note(
         R, "`request_prefill_seconds` and `request_decode_seconds` of a request, added up"
     ),
+    "twinpool_image_fetches": Note(
+        R, "`late`: hosts are slow; `full`: too many at once, or of one host or tenant; `refused`: clients are told why"
+    ),
+    "twinpool_image_fetched_bytes": Note(R, ""),
+    "twinpool_image_fetch_seconds": Note(R, "near `router.image_url_timeout_s`: hosts are slow, or places are short"),
+    "twinpool_image_fetches_running": Note(R, "at 32 for long: as `late` and `full` above"),
+    "twinpool_image_held_bytes": Note(R, "near 512 MiB: images come faster than readers take them"),
     "twinpool_picker_picks": Note(P, "`fallback`, `no_preview` or `no_endpoint` grow: as `picker_previews`; its log"),
     "twinpool_picker_pick_seconds": Note(P, "near `--preview-timeout`: routers are too busy to preview, or away"),
     "twinpool_picker_previews": Note(P, "`failed` grows: routers are away or slow; `unread`: they are another build's"),

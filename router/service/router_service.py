@@ -490,8 +490,7 @@ class RouterService:
     def _of_bodies(self) -> Iterator[Metric]:
         text = "Memory of bodies that are being received, their first 64 KiB left out"
         yield GaugeMetricFamily("twinpool_body_buffer_bytes", text, value=self.buffer.held)
-        yield GaugeMetricFamily("twinpool_reader_processes", "Readers that run", value=len(self.readers.pids))
-        yield GaugeMetricFamily("twinpool_bodies_waiting", "Bodies that wait for a reader", value=self.readers.waiting)
+        yield from self.readers.families()
 
     def check(self) -> list[str]:
         """Recount the router's books; returns a sentence for each disagreement."""

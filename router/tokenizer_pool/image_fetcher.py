@@ -15,17 +15,19 @@ import asyncio
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urljoin
 
 import httpcore
 import httpx
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.image_urls import NO_ADDRESS, ImageUrl, RefusedUrl, UrlRules
+from twinpool.router.metrics.request_tally import HistogramTally
 from twinpool.router.openai.api_errors import BufferFull
 from twinpool.router.text.pictures import WantedImage
 
@@ -41,6 +43,10 @@ _TRY_S = 2.0
 _MOVED = (301, 302, 303, 307, 308)
 _HEADERS = ((b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"), (b"User-Agent", b"twinpool"))
 
+OUTCOMES = ("fetched", "refused", "late", "full", "given_up")
+"""What became of an image: it is there; its URL or its host's answer is refused; it wasn't there in time; there was no
+place for it, or no room; its client is gone, or another image of the same request can't be had."""
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LookUp = Callable[[str, int], Iterable[str]]
 
 
@@ -49,6 +55,10 @@ class _Booked:
 
     def __init__(self) -> None:
         self.nbytes = 0
+
+
+class _Late(RefusedUrl):
+    """Raised where an image isn't there in time."""
 
 
 class ImageFetcher:
@@ -72,11 +82,29 @@ class ImageFetcher:
         self._waiting: list[asyncio.Future[None]] = []
         self.held = 0
         """Bytes of fetched images that no reader has yet."""
+        self.outcomes, self.nbytes, self.seconds = dict.fromkeys(OUTCOMES, 0), 0, HistogramTally(BUCKETS_S)
+        """Images since the start: by what became of them, the bytes that came of all, and the seconds that those took
+        that are there, the wait for a place included."""
 
     def close(self) -> None:
         """Give up look-ups that haven't begun. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the families of a scrape."""
+        text = "Images that were asked for by URLs, by what became of them"
+        images = CounterMetricFamily("twinpool_image_fetches", text, labels=["outcome"])
+        for outcome, count in self.outcomes.items():
+            images.add_metric([outcome], count)
+        yield images
+        text = "Bytes that came of images by URLs, of those too that were given up"
+        yield CounterMetricFamily("twinpool_image_fetched_bytes", text, value=self.nbytes)
+        yield self.seconds.family("twinpool_image_fetch_seconds", "Time of an image that was fetched, with its wait")
+        text = "Images that are being fetched"
+        yield GaugeMetricFamily("twinpool_image_fetches_running", text, value=self.busy["all"])
+        text = "Bytes of fetched images that no reader has yet"
+        yield GaugeMetricFamily("twinpool_image_held_bytes", text, value=self.held)
 
     @asynccontextmanager
     async def fetched(self, wanted: Sequence[WantedImage], tenant: str) -> AsyncIterator[dict[str, bytes]]:
@@ -101,6 +129,24 @@ class ImageFetcher:
             self.held -= booked.nbytes
 
     async def _one(self, text: str, tenant: str, booked: _Booked, turns: asyncio.Semaphore) -> bytes:
+        """An image, which is counted."""
+        now = asyncio.get_running_loop().time
+        outcome, began = "given_up", now()
+        try:
+            found = await self._in_turn(text, tenant, booked, turns)
+            outcome = "fetched"
+            self.seconds.observe(now() - began)
+        except RefusedUrl as error:
+            outcome = "late" if isinstance(error, _Late) else "refused"
+            raise
+        except BufferFull:
+            outcome = "full"
+            raise
+        finally:
+            self.outcomes[outcome] += 1
+        return found
+
+    async def _in_turn(self, text: str, tenant: str, booked: _Booked, turns: asyncio.Semaphore) -> bytes:
         url = self._rules.check(text)
         keys = ["all", f"host {url.host}", *([f"tenant {tenant}"] if tenant else [])]
         async with turns:
@@ -110,7 +156,7 @@ class ImageFetcher:
                 async with asyncio.timeout(self._timeout_s):
                     return await self._followed(url, text, booked, lookups)
             except TimeoutError:
-                raise RefusedUrl(f"the image was not there within {self._timeout_s:g} s") from None
+                raise _Late(f"the image was not there within {self._timeout_s:g} s") from None
             finally:
                 self._give_back(keys, lookups)
 
@@ -207,6 +253,7 @@ class ImageFetcher:
             raise self._too_large()
         found = bytearray()
         async for part in response.aiter_stream():
+            self.nbytes += len(part)
             self._book(len(part), booked)
             found += part
             if len(found) > self._most:

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
@@ -174,6 +176,13 @@ class TokenizerPool:
     def of(cls, setup: bytes, config: RouterConfig) -> TokenizerPool:
         """A router's, by its configuration."""
         return cls(setup, config.reader_processes, config.reader_timeout_s, ImageFetcher(config))
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the families of a scrape."""
+        yield GaugeMetricFamily("twinpool_reader_processes", "Readers that run", value=len(self.pids))
+        yield GaugeMetricFamily("twinpool_bodies_waiting", "Bodies that wait for a reader", value=self.waiting)
+        if self._images is not None:
+            yield from self._images.families()
 
     async def prepare(
         self,

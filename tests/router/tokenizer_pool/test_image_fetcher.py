@@ -261,8 +261,10 @@ async def test_a_host_that_drips_is_given_up_and_holds_up_no_other(hosts: Hosts)
             each.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
         assert (found.held, found.busy) == (0, {})
+        late = fetcher(hosts, image_url_timeout_s=0.05)
         with pytest.raises(RequestError, match=r"not there within 0\.05 s"):
-            await fetch(fetcher(hosts, image_url_timeout_s=0.05), "http://other.example/slow")
+            await fetch(late, "http://other.example/slow")
+        assert counted(late) == {"late": 1}
         go_on.set()
 
 
@@ -328,6 +330,37 @@ async def test_where_no_place_is_free_in_time_the_request_may_come_again(hosts: 
     with pytest.raises(BufferFull, match="too many images"):
         await fetch(found, "http://images.example/one.png")
     assert found.busy == {"all": AT_ONCE}
+
+
+@pytest.mark.asyncio
+async def test_images_are_counted_by_what_became_of_them_with_their_bytes_and_times(hosts: Hosts) -> None:
+    found, late = fetcher(hosts), fetcher(hosts, image_url_timeout_s=0.01)
+    hosts.answers["/gone.png"] = answer(b"", "404 Not Found")
+    async with hosts.serving():
+        await fetch(found, "http://images.example/one.png", "http://other.example/one.png")
+        for url in ("http://images.example/gone.png", "http://inside.example/one.png", "ftp://images.example/one.png"):
+            with pytest.raises(RequestError):
+                await fetch(found, url)
+        found.busy["all"] = late.busy["all"] = AT_ONCE
+        waits = asyncio.ensure_future(fetch(found, "http://images.example/one.png"))
+        for _ in range(10):
+            await asyncio.sleep(0)  # Until it waits for a place.
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        with pytest.raises(BufferFull):
+            await fetch(late, "http://images.example/one.png")
+    assert counted(found) == {"fetched": 2, "refused": 3, "given_up": 1}
+    assert counted(late) == {"full": 1}
+    samples = {sample.name: sample.value for family in found.families() for sample in family.samples}
+    assert samples["twinpool_image_fetched_bytes_total"] == 2 * len(PNG)
+    assert samples["twinpool_image_fetch_seconds_count"] == 2
+    assert samples["twinpool_image_fetches_running"] == AT_ONCE
+    assert samples["twinpool_image_held_bytes"] == 0
+
+
+def counted(found: ImageFetcher) -> dict[str, int]:
+    return {outcome: count for outcome, count in found.outcomes.items() if count}
 
 
 @pytest.mark.asyncio
