@@ -464,6 +464,6 @@ def test_a_refused_restart_of_a_group_has_changed_none_of_it() -> None:
         pools.drain(name)
     _leave(cluster)
     pools.add_some(Role.PREFILL, 1)
-    with pytest.raises(ConfigError, match="2 more decode workers would not fit, 1 would"):
+    with pytest.raises(ConfigError, match="2 more decode workers would not fit, none would"):
         pools.restart(WorkerName("decode-0"))
     assert not any(rows[WorkerName(name)].wanted for name in ("decode-0", "decode-1"))
