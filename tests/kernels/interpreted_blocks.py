@@ -190,7 +190,7 @@ def claim_experts_that_kernels_can_not_read_are_expanded() -> None:
     """Those of unlike layouts, of columns in another order, and of rows that are to be quantised."""
     four, eight = (quantise(draw(64, 40, seed=bits), bits, 8) for bits in (4, 8))
     ordered = replace(four, order_k=torch.randperm(40, generator=torch.Generator().manual_seed(7)))
-    for experts in ([four, eight], [ordered, ordered], [four, ordered], [four, replace(four, inputs="int8")]):
+    for experts in ([four, eight], [ordered, ordered], [four, ordered], [replace(four, inputs="int8")] * 2):
         stacked = StackedProducts.of(experts, [None, None])
         assert isinstance(stacked.weight_enk, Tensor)
         for found, expert in zip(stacked.weight_enk, experts, strict=True):
