@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.support.model_families import EVERY
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.head_slices import RankCount, cuts
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, overlap, stage_layers
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cluster.arena.arena_client import ArenaProvider
+from twinpool.cluster.assembly.build_parts import host_memory, host_tier
 from twinpool.cluster.assembly.memory_plan import largest_stage
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import model_for
 from twinpool.engine.tensors.shard import Shard
@@ -86,3 +92,32 @@ def test_stages_hold_the_models_weights_and_pages_between_them_once(
     largest = largest_stage(spec, one, EngineConfig(), stages)
     assert largest.weights == max(held) / whole.nbytes
     assert 1 / stages <= largest.pools < 1
+
+
+def test_ranks_of_stages_have_as_many_host_pages_within_their_shares_and_none_takes_anothers(
+    tmp_path: Path,
+) -> None:
+    """Stages of two layers and of three; memory that ranks of heads have left is not theirs."""
+    spec = read_model_spec(EVERY["llama"](tmp_path / "model", layers=5))
+    whole = model_for(spec).pool_set(OPTIONS)
+    config = config_from_dict({"cache": {"host_bytes": 1 << 20}})
+
+    def tier(of: PoolSetSpec) -> PoolSetLayout:
+        found = host_tier(PoolSetLayout(of, of.even(4)), config, Role.DECODE, 2)
+        assert found is not None
+        return found
+
+    stages = [tier(whole.shard(rank, 2, 2)) for rank in range(2)]
+    assert stages[0].counts == stages[1].counts
+    assert stages[0].nbytes < stages[1].nbytes <= (1 << 20) // 2
+    names = list[str]()
+
+    class Arenas:
+        def take(self, rank: int, nbytes: int, named: str) -> None:
+            names.append(named)
+
+    for one in (*stages, *(tier(whole.shard(rank, 2)) for rank in range(2))):
+        rank = len(names) % 2
+        memory, arena = host_memory(one, CpuDevice(), cast(ArenaProvider, Arenas()), rank, 2, "fingerprint")
+        assert (memory.numel(), arena) == (one.nbytes, None)
+    assert len({*names}) == 4

@@ -68,6 +68,8 @@ def claim_bits_are_those_of_the_unpacked_weight_for_every_code_and_scale() -> No
         check_bits(blocks)
         if code is not Code.E4M3 and scale != torch.uint8:
             check_bits(replace(blocks, scales=(blocks.scales.float() / 128).to(scale)))
+        if scale == torch.uint8:
+            check_bits(replace(blocks, scales=torch.zeros_like(blocks.scales)), (1,))  # The least power of two.
 
 
 def claim_bits_are_those_of_the_unpacked_weight_for_every_shape() -> None:
