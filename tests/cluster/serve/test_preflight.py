@@ -315,23 +315,31 @@ def test_experts_that_can_not_be_divided_may_be_spread(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("family", "changes", "stages", "words"),
     [
-        ("qwen3_next", {}, r"stage 0 of 2, layers 0 to 1 of 4, would have none of the 1 layers that keep k .*be 1$"),
-        ("gemma4", {}, r"decode\.pp=2: .*another stage|inputs of its own"),
+        ("qwen3_next", {}, 2, r"stage 0 of 2, layers 0 to 1 of 4, would have none of the 1 layers that keep k .*be 1$"),
+        ("gemma4", {}, 2, r"decode\.pp=2: .*inputs of its own"),
+        ("gemma4", {"hidden_size_per_layer_input": 0}, 2, r"pp=2: layer \d reads the keys of layer \d, which"),
         (
             "glm5",
             {"indexer_types": ["full", "full", "shared", "full"]},
+            2,
             r"pp=2: layer 2 reads the selection of a layer",
+        ),
+        (
+            "glm5",
+            {"indexer_types": ["full", "shared", "full", "full"]},
+            3,
+            r"pp=3: layer 1 reads the selection of a layer",
         ),
     ],
 )
 def test_layers_that_need_each_other_are_not_divided(
-    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+    tmp_path: Path, family: str, changes: dict[str, Any], stages: int, words: str
 ) -> None:
     folder = str(FAMILIES[family](tmp_path / "model", **changes))
     with pytest.raises(ConfigError, match=words):
-        prepare(options(model=folder, assignments=("decode.pp=2",)), 8 * GIB)
+        prepare(options(model=folder, assignments=(f"decode.pp={stages}",)), 8 * GIB)
 
 
 def test_stages_have_the_pools_of_one_rank_between_them() -> None:
