@@ -13,6 +13,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import WATCH
 from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, RecordAsk, WatchRequest
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 A, B, C = (WorkerName(f"decode-{number}") for number in range(3))
@@ -100,6 +101,15 @@ def test_who_leads_stays_known_while_nobody_says_otherwise_and_a_controller_alon
     assert heard.directory.control_plane() == ControlPlane("h:1", 4, ("h:2",), away=True)
     heard.take(table(changes=True, control_plane=ControlPlane("", 0, ())))
     assert heard.directory.control_plane() is None
+
+
+def test_adapters_stay_while_nothing_is_said_of_them_and_the_last_one_may_go() -> None:
+    heard, one = Heard(), AdapterRef("a", "digest", "/a")
+    heard.take(table(row(A), adapters=(one,)))
+    heard.take(table(row(B), changes=True))
+    assert heard.directory.adapters == (one,)
+    heard.take(table(changes=True, adapters=()))
+    assert heard.directory.adapters == ()
 
 
 def test_a_listener_that_fails_costs_no_other_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
 from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
-from twinpool.router.api.app import WITHOUT_KEY
+from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.router.api.app import WITHOUT_KEY, model_refusal_of
 from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.security import tenant_accounts
 from twinpool.router.security.tenant_accounts import ApiKeys
@@ -241,9 +242,11 @@ def test_a_tenant_may_use_the_adapters_that_its_limits_name_and_no_others(
     """An adapter is another model: who may use the model may not use what was trained for somebody else."""
     admission = server.service.admission
     assert admission.keys is not None
+    server.service.intake.adapters = {name: AdapterRef(name, name, "/a") for name in ("mine", "theirs")}
     for models, may in ((("demo",), {""}), (("mine",), {"mine"}), (("mine", "demo"), {"mine", ""}), ((), None)):
         limit(keys, models=models)
         server.call(admission.keys.refresh)
+        assert model_refusal_of([server.service], "acme") is None, "it may use one of those that are here"
         for adapter in ("", "mine", "theirs"):
             request = cast(GenerateRequest, SimpleNamespace(model_name=adapter))
             if may is None or adapter in may:
