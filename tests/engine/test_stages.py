@@ -44,6 +44,13 @@ def test_more_stages_than_layers_are_refused() -> None:
         stage_layers(4, 0, 5)
 
 
+def test_what_drafts_is_not_divided(tmp_path: Path) -> None:
+    """Configurations with ranks of decode are refused before; of prefill's nothing else says so."""
+    spec = read_model_spec(EVERY["deepseek_v3"](tmp_path / "model", published=True), draft_model="mtp")
+    with pytest.raises(ConfigError, match="what drafts can't be divided into stages"):
+        model_for(spec).pool_set(replace(OPTIONS, shard=Shard(stage=0, stages=2)))
+
+
 def every_layer_once(whole: PoolSetSpec, writers: RankCount, readers: RankCount) -> None:
     """Check that each stage of a reader is written each of its layers once, by writers that have some of them."""
     plan = cuts(whole, writers, readers)
