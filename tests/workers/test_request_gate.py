@@ -243,9 +243,10 @@ def test_a_request_waits_for_room_for_its_adapter_so_long_and_never_beyond_its_d
         scene.clock.advance(seconds - 1 - scene.clock.now())
         assert scene.passed() == []
         scene.clock.advance(1)
-        ((_, ended, said),) = scene.passed()
-        assert isinstance(said, AdmissionRefusal)
-        assert (ended, said.kind, "no room for its adapter" in said.message) == (name, ErrorKind.ADAPTER, True)
+        over = scene.passed()
+        assert [ended for _, ended, _ in over] == [name]
+        assert isinstance(said := over[0][2], AdmissionRefusal)
+        assert (said.kind, "no room for its adapter" in said.message) == (ErrorKind.ADAPTER, True)
     assert scene.gate.next_deadline is None
 
 
