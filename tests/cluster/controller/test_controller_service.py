@@ -26,14 +26,17 @@ from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     CordonNode,
     DrainWorkers,
+    LoadAdapter,
     OperatorChange,
     RestartWorker,
     ScalePools,
     SetRole,
     UncordonNode,
     UndrainWorkers,
+    UnloadAdapter,
 )
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import CallRefused
 
@@ -102,6 +105,21 @@ def test_watchers_get_what_has_changed_and_one_of_an_older_build_the_whole_table
         whole = await anext(older)
         assert told(whole) == (False, NAMES, {})
         assert [one.status.running for one in whole.workers] == [0, 6, 7, 0]
+
+    on_loop(life)
+
+
+def test_watchers_are_told_of_adapters_when_they_change_and_when_the_last_one_goes() -> None:
+    async def life(site: Site) -> None:
+        one, told = AdapterRef("a", "digest", "/a"), list[tuple[AdapterRef, ...] | None]()
+        watcher = await site.watch(changes=True)
+        for change in (LoadAdapter(one), None, UnloadAdapter("a")):
+            if change is not None:
+                site.core.pools.make(change)
+            site.heartbeat(NAMES[1], running=len(told) + 1)
+            site.publish()
+            told.append((await anext(watcher)).adapters)
+        assert told == [(one,), None, ()]
 
     on_loop(life)
 

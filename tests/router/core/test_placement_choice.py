@@ -13,6 +13,8 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
 from twinpool.contracts.messages.router_commands import Picture
+from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.router.core.placement import LOAD_OF_LOADING
 from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.kv_indexer.prefix_indexes import PromptHits
 
@@ -209,3 +211,14 @@ def test_pages_that_come_from_decodes_host_memory_take_room_on_its_device(monkey
     entry = on.core.workers.named("decode-0")
     assert entry is not None
     assert entry.promised == 64 + 6 - 16
+
+
+def test_a_request_goes_where_its_adapter_is_in_memory_while_that_worker_has_little_more_in_flight() -> None:
+    on = Stage(1, 2, policy="least_loaded")
+    for entry in on.core.workers:
+        held = ("digest",) if entry.record.name == "decode-1" else ("another",)
+        entry.status = replace(entry.status, adapters=held)
+    asked = [on.submit(adapter=AdapterRef("a", "digest", "/a")) for _ in range(LOAD_OF_LOADING[DECODE] + 2)]
+    *near, last = [latest(on, rid, DECODE).chosen for rid in asked]
+    assert near == ["decode-1"] * len(near)
+    assert last == "decode-0", "reading it is quicker by now"

@@ -156,6 +156,11 @@ def test_echo_with_scores_gives_the_prompt_and_its_log_probabilities(server: Ser
     assert "".join(shown["tokens"])[shown["text_offset"][2] :].startswith(shown["tokens"][2])
 
 
+def test_every_choice_that_is_echoed_has_the_prompts_log_probabilities(server: Server) -> None:
+    choices = server.complete(max_tokens=1, n=2, echo=True, logprobs=0)["choices"]
+    assert [one["logprobs"]["token_logprobs"][:3] for one in choices] == [[None, -0.006, -0.007]] * 2
+
+
 def test_echo_without_tokens_only_scores(server: Server) -> None:
     (choice,) = server.complete(max_tokens=0, echo=True, logprobs=0)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.006, -0.007]
