@@ -432,13 +432,17 @@ def ways_in(prepared: ServePlan) -> list[str]:
 
 
 def ask_line(prepared: ServePlan) -> str:
-    """A command for the shell that asks for a completion, and works with this checkpoint."""
+    """A command for the shell that asks for a completion, or for a class, and works with this checkpoint."""
     security, (url, _) = prepared.config.security, urls_of(prepared)
     line = curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca)
-    if has_tokenizer(prepared):
+    text = has_tokenizer(prepared)
+    if text and not prepared.spec.pooling.labels:
         return line
     ids = [token for token in range(1, prepared.spec.vocab_size) if token not in prepared.spec.eos_token_ids][:4]
     body = {"model": prepared.spec.name, "prompt": ids, "max_tokens": 8, "return_token_ids": True}
+    if prepared.spec.pooling.labels:
+        line = line.replace("/v1/completions", "/classify", 1)
+        body = {"model": prepared.spec.name, "input": "It was a fine morning" if text else ids}
     return line[: line.index("-d ")] + f"-d {shlex.quote(json.dumps(body))}"
 
 

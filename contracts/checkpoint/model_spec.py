@@ -63,6 +63,8 @@ JUDGE = "classifier_from_token"
 """The key of `config.json` with the two words of a reranker, as vLLM has it."""
 CLASSIFIER = "ForSequenceClassification"
 """What names of architectures with a head for classes (``score``) in place of one for tokens end with."""
+_MOST_LABELS = 2**16
+"""Classes that a vector of logits has room for."""
 _WAYS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 """The modules of sentence-transformers that are supported, in this order."""
@@ -454,7 +456,7 @@ def _classified(said: Mapping[str, object], pooling: Pooling) -> Pooling:
         return pooling
     named = labels if isinstance(labels, dict) else {}
     count = len(named) or said.get("num_labels", 2)
-    places = range(count if isinstance(count, int) else 2)
+    places = range(min(count, _MOST_LABELS) if isinstance(count, int) and count > 0 else 2)
     inner, old = said.get("sentence_transformers"), said.get("sbert_ce_default_activation_function")
     activation = str(inner.get("activation_fn") or old if isinstance(inner, dict) else old).rpartition(".")[2]
     if activation not in ("", "None", "Identity", "Sigmoid"):

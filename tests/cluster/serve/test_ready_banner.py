@@ -14,6 +14,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from twinpool.cluster.serve.terminal import Terminal, ask_line, summary, ways_in
+from twinpool.contracts.checkpoint.model_spec import Pooling
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint
@@ -88,6 +89,12 @@ def test_without_a_tokenizer_it_says_so_and_its_curl_line_sends_token_ids(tmp_pa
     assert all(0 <= token < plan.spec.vocab_size for token in body["prompt"])
     assert not set(body["prompt"]) & set(plan.spec.eos_token_ids)
     assert isinstance(json.loads(shlex.split(ask_line(demo))[-1])["prompt"], str)
+
+
+def test_of_a_model_that_tells_classes_the_curl_line_asks_for_one(demo: ServePlan) -> None:
+    words = shlex.split(ask_line(replace(demo, spec=replace(demo.spec, pooling=Pooling(labels=("good",))))))
+    assert words[1] == "http://127.0.0.1:8123/classify"
+    assert json.loads(words[-1]) == {"model": demo.spec.name, "input": "It was a fine morning"}
 
 
 def test_a_role_of_its_own_page_size_is_counted_by_it(demo: ServePlan) -> None:

@@ -710,7 +710,7 @@ def test_what_it_has_chosen_and_by_what_is_at_its_metrics() -> None:
         assert (samples["endpoints", "present"], samples["endpoints", "away"]) == (0, 2)
         assert samples["exchanges",] == 0
         assert (await scrape(port, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
-        assert await scrape(port, b"x" * (1 + endpoint_picker.SCRAPE_BYTES)) == b""
+        assert await scrape(port, b"x" * (2 * endpoint_picker.SCRAPE_BYTES)) == b""
         page.close()
 
     stand_ins(answer, work)
