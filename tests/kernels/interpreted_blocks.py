@@ -69,7 +69,9 @@ def claim_bits_are_those_of_the_unpacked_weight_for_every_code_and_scale() -> No
         if code is not Code.E4M3 and scale != torch.uint8:
             check_bits(replace(blocks, scales=(blocks.scales.float() / 128).to(scale)))
         if scale == torch.uint8:
-            check_bits(replace(blocks, scales=torch.zeros_like(blocks.scales)), (1,))  # The least power of two.
+            least, x = replace(blocks, scales=torch.zeros_like(blocks.scales)), draw(1, 160)
+            assert torch.equal(product(least, x), product(least.unpack(), x)), "of the least power of two"
+            assert bool(product(least, x).any())
 
 
 def claim_bits_are_those_of_the_unpacked_weight_for_every_shape() -> None:
