@@ -6,7 +6,7 @@ import base64
 import hashlib
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
 
@@ -104,6 +104,10 @@ class SamplingParams(Message, frozen=True):
     """How the prompt's embedding is made, one of `POOLINGS`, perhaps with `DENSE`, `JUDGED` or `CLASSES`; nothing is
     drawn then, as `max_tokens` is 0. Empty: none is asked for. Workers know ``last`` since
     `contracts.messages.stream_frames.EMBEDDINGS_SINCE`, judgements since `JUDGED_SINCE`, all since `POOLINGS_SINCE`."""
+    routed_experts: bool = False
+    """Whether each log-probability comes with the experts of the position that it was computed at, so a request of this
+    kind asks for `logprobs`, and for `prompt_logprobs` where its prompt has two tokens or more. Only workers of
+    `contracts.messages.stream_frames.ROUTED_SINCE` or later know it."""
 
     @property
     def greedy(self) -> bool:
@@ -114,6 +118,25 @@ class SamplingParams(Message, frozen=True):
         """Whether the embedding is made of other hidden states than the last token's, so that none may be skipped."""
         return self.pooling.removesuffix(DENSE) in ("mean", "cls")
 
+    def with_experts(self) -> SamplingParams:
+        """These, asking for experts as well, and for the log-probabilities that they come with."""
+        logprobs, prompt_logprobs = self.logprobs or 0, self.prompt_logprobs or 0
+        return structs.replace(self, routed_experts=True, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+ROUTED_BYTES = 1 << 14
+"""The most bytes of the experts that one position goes to."""
+
+
+class RoutedExperts(Message, frozen=True):
+    """The experts that one position's hidden states went to, layer by layer."""
+
+    top_k: Uint32
+    """Experts that each layer chooses."""
+    ids: Annotated[bytes, Meta(max_length=ROUTED_BYTES)]
+    """[layers, top_k] uint16, little-endian: of the layers that are mixtures of experts, in order; the ids of one layer
+    as its router gives them, likeliest first for most."""
+
 
 class TokenLogprob(Message, frozen=True):
     """Natural log-probabilities at one position, of the unmodified distribution (before penalties and temperature)."""
@@ -122,6 +145,8 @@ class TokenLogprob(Message, frozen=True):
     logprob: float
     top: Annotated[tuple[tuple[Uint32, float], ...], SOME] = ()
     """The best (token, log-probability) pairs, best first."""
+    experts: RoutedExperts | None = None
+    """The experts of the position before the token's, whose logits these are of, where asked for."""
 
 
 TokenLogprobs = Annotated[tuple[TokenLogprob, ...], POSITIONS]

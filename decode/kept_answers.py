@@ -134,7 +134,9 @@ class KeptAnswers:
 def estimated_bytes(answer: KeptAnswer) -> int:
     """Return the estimated memory of an answer."""
     best = sum(len(one.top) for one in answer.logprobs)
-    return ANSWER_BYTES + TOKEN_BYTES * len(answer.tokens) + LOGPROB_BYTES * len(answer.logprobs) + TOP_BYTES * best
+    experts = sum(len(one.experts.ids) for one in answer.logprobs if one.experts is not None)
+    logprobs = LOGPROB_BYTES * len(answer.logprobs) + TOP_BYTES * best + experts
+    return ANSWER_BYTES + TOKEN_BYTES * len(answer.tokens) + logprobs
 
 
 class NamedAnswers:

@@ -119,17 +119,19 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         end = at + 1 + len(drafts)
         tables = self._manager.running.block_tables(request.allocation, at, end)
         draw = TokenDraw(submit.sampling, () if history is None else history, submit.prompt_len, end, request.mask)
+        tokens: Sequence[int] | TokenFromStep = [request.tokens[-1], *drafts]
         if at > request.committed and request.latest is not None:
             assert not drafts, "drafts follow from tokens that are known"
-            return BatchRow(request.latest, at, tables, draw, adapter=submit.sampling.adapter, turned=request.turned)
+            tokens = request.latest
         return BatchRow(
-            [request.tokens[-1], *drafts],
+            tokens,
             at,
             tables,
             draw,
             drafted=len(drafts),
             adapter=submit.sampling.adapter,
             turned=request.turned,
+            routed=submit.sampling.routed_experts,
         )
 
     # ------------------------------------------------------------ commit

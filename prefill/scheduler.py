@@ -424,6 +424,7 @@ class PrefillScheduler:
             adapter=sampling.adapter,
             pooling=request.pooling,
             turned=request.turned,
+            routed=sampling.routed_experts,
         )
 
 

@@ -34,6 +34,10 @@ ADAPTER_WAIT_S = 30.0
 """Seconds that a request waits for its adapter at most. Where requests need all that a worker can hold, they may be
 waiting for each other: those of prefill for decode, and of decode for prefill."""
 NO_GRAMMARS = "this worker can't follow a grammar: its checkpoint has no tokenizer.json"
+NO_EXPERTS = (
+    "return_routed_experts: this model has no mixture of experts that could be told, or its layers are divided into "
+    "stages, or transformers computes them"
+)
 _AUDIT_S = 60.0
 """Seconds that the grammar of an audit may take to compile, which has no deadline of its own."""
 
@@ -73,9 +77,13 @@ class RequestGate:
         clock: Clock,
         wake: Callable[[], None],
         adapters: AdapterStore | None = None,
+        *,
+        routed: bool = False,
     ) -> None:
-        """`engine`: None where the model's tokens have no text. `adapters`: None where no request may have one."""
+        """`engine`: None where the model's tokens have no text. `adapters`: None where no request may have one.
+        `routed`: whether the experts that tokens go to can be told."""
         self._engine, self._clock, self._wake, self._adapters = engine, clock, wake, adapters
+        self._routed = routed
         self._waiting: list[_Waiting] = []
 
     def __len__(self) -> int:
@@ -90,6 +98,8 @@ class RequestGate:
         sampling, wrong = command.sampling, salt_fault(command)
         if wrong:
             return AdmissionRefusal(ErrorKind.INVALID, wrong)
+        if sampling.routed_experts and not self._routed:
+            return AdmissionRefusal(ErrorKind.INVALID, NO_EXPERTS)
         if not sampling.grammar and sampling.adapter is None:
             return False
         if sampling.grammar and self._engine is None:

@@ -65,6 +65,8 @@ class WorkerSetup:
     """Compiles the grammars that answers follow; None: answers with one are refused."""
     adapters: AdapterStore | None = None
     """The adapters that requests may have; None: requests with one are refused."""
+    routed: bool = False
+    """Whether requests may ask for the experts that their tokens go to."""
     receiver: KVReceiver | None = None
     """The receiving end of the rooms in which others hand requests over; prefill has none."""
 
@@ -218,7 +220,7 @@ class WorkerLoop(ExpertSharing, Generic[R]):
         self.fits = WorkerLimits(manager.supply.max_positions, setup.context)
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
-        self._gate = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters)
+        self._gate = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters, routed=setup.routed)
         self.control, self.fingerprint = setup.sender.control, setup.sender.end.fingerprint
         self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
         self.report.timed.append(self._gate)

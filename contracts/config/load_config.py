@@ -390,7 +390,7 @@ _MAY_BE_ZERO = {
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "prefill.tenant_credit_tokens",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
-    "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
+    "router.max_prompt_logprobs", "router.max_routed_positions", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
     "cluster.sleep_after_s", "cluster.controller_port", "cluster.ledger_replicas", "cluster.standby_controllers",
     "faults.retract_every", "launch.port", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",

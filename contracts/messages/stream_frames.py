@@ -9,8 +9,8 @@ it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;
 4 has adapters, 5 embeddings, 6 pictures whose positions are turned by axes or see each other, and 7 judgements of
-pairs, of which the same is so; with 8 the weights of a cluster change, and 9 has classes, and poolings besides
-the last token's.
+pairs, of which the same is so; with 8 the weights of a cluster change; 9 has classes, and poolings besides the last
+token's, and 10 the experts that tokens go to.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
     """Why the worker ends the stream; in its last frame alone."""
 
 
-STREAM_PROTOCOL = 9
+STREAM_PROTOCOL = 10
 PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE, PLACES_SINCE, JUDGED_SINCE, WEIGHTS_SINCE = 3, 4, 5, 6, 7, 8
-POOLINGS_SINCE = 9
+POOLINGS_SINCE, ROUTED_SINCE = 9, 10
 """The versions from which on a worker sees pictures, computes with `SamplingParams.adapter`, makes embeddings, heeds
-`Picture.across` and `Picture.whole`, judges pairs, changes its weights, or says that it can't, or pools otherwise than
-by the last token. An older one skips the field, and would answer without it, or refuses the request. A router before
-`WEIGHTS_SINCE` would go on with an answer on other weights than those it began with, so workers whose weights were
-changed refuse it."""
+`Picture.across` and `Picture.whole`, judges pairs, changes its weights, or says that it can't, pools otherwise than by
+the last token, or tells the experts that tokens go to. An older one skips the field, and would answer without it, or
+refuses the request. A router before `WEIGHTS_SINCE` would go on with an answer on other weights than those it began
+with, so workers whose weights were changed refuse it."""
 OLDEST = 2
 """The oldest version that this build can talk with."""
 UNTOLD = 1

@@ -80,6 +80,9 @@ class ForwardContext:
     """The adapters of the step's rows; None: no row has one."""
     spread: SpreadStep | None = None
     """The step of all workers that share their experts; None: of models whose experts are all here."""
+    chosen: list[Tensor] | None = None
+    """Where asked for, what each mixture of experts of the model has chosen, [T, k] int64 each, in order; None: nobody
+    asks."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 
@@ -313,6 +316,8 @@ class Decoder:
     stage: Stage = Stage()
     mixtures: Sequence[Spread] = ()
     """The layers' mixtures of experts that workers share, in the order in which a step computes them."""
+    routes: bool = False
+    """Whether some layers are mixtures of experts, which tell what they choose (`ForwardContext.chosen`)."""
     dense: Sequence[DenseLayer] = ()
     """What embeddings go through where their checkpoint has such modules."""
 
@@ -336,7 +341,7 @@ class Decoder:
                 if ctx.passed is not None and self.draft is None:
                     ctx.passed()
             if self.draft is not None:
-                ctx.adapters = None  # They are the model's alone.
+                ctx.adapters = ctx.chosen = None  # They are the model's alone.
                 features_mh = self.draft.features(tapped or [self.norm(x_mh)], ctx)
                 self.draft.keep(features_mh, ctx)
                 self.draft(self._draft_embedded(tokens_m), self.draft.before(features_mh, ctx), ctx)

@@ -130,6 +130,8 @@ class MixtureOfExperts:
         """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        if ctx.chosen is not None:
+            ctx.chosen.append(real.experts_mk)
         if self.spread:
             assert ctx.spread is not None, "experts that others have are computed in a step of all"
             sum_th = ctx.spread.sum(h_mh[: ctx.count], real, self.held, ctx.numerics)

@@ -187,6 +187,8 @@ class BatchRow(NamedTuple):
     """Where pictures before its end, or at any later place, turn its positions; None: there are none that do."""
     pooling: PromptPooling | None = None
     """How the vector of its prompt is made; None: none is asked for."""
+    routed: bool = False
+    """Whether its log-probabilities come with the experts that its tokens go to."""
 
     @property
     def draws(self) -> list[TokenDraw]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
 from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, ServeExperts, TableEntries, TablePlace
-from twinpool.contracts.sampling_params import CLASSES, JUDGED
+from twinpool.contracts.sampling_params import CLASSES, JUDGED, RoutedExperts
 from twinpool.engine.attention.attention_plan import StepShape
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.native.current_kernels import using
@@ -70,6 +71,14 @@ class ForwardResults:
     """By row, the vector of the prompt that it ends, float32, where asked for."""
     stale_b: Tensor
     """[B] bool: rows of whose tables a page or slot was freed after it was leased."""
+    experts_tlk: Tensor | None = None
+    """[T, layers, k] int16: the experts that each token of the step goes to, where a row asks for them."""
+
+    def routed(self, first: int, count: int) -> list[RoutedExperts]:
+        """The experts of `count` tokens of the step from number `first` on. Call once complete."""
+        assert self.experts_tlk is not None, "a row asked for them"
+        part_tlk = self.experts_tlk[first : first + count].numpy().astype("<u2")
+        return [RoutedExperts(part_tlk.shape[2], chosen_lk.tobytes()) for chosen_lk in part_tlk]
 
     def damaged(self, row: int) -> bool:
         """Whether logits by which tokens of this row were scored or drawn again, or its embedding, are not finite. Call
@@ -230,7 +239,23 @@ class LaunchedStep:
                     nonfinite=outputs[number].nonfinite or computed.damaged(number),
                     embedding=() if embedding_h is None else tuple(embedding_h.tolist()),
                 )
+        for number, (row, first) in enumerate(zip(self.rows, self.planned.shape.offsets[:-1].tolist(), strict=True)):
+            if row.routed:
+                experts = computed.routed(first, int(self.planned.shape.counts[number]))
+                outputs[number] = with_experts(outputs[number], experts, row.drafted)
         return outputs
+
+
+def with_experts(output: RowOutput, experts: Sequence[RoutedExperts], drafted: int) -> RowOutput:
+    """A row's output, whose log-probabilities have the experts of the positions that they were computed at. `experts`:
+    of the row's tokens, of which the last `drafted` are drafts."""
+    scores = [structs.replace(score, experts=mine) for score, mine in zip(output.scores, experts, strict=False)]
+    drawn = [] if output.drawn is None else [*output.accepted, output.drawn]
+    told = [
+        one if one.logprob is None else one._replace(logprob=structs.replace(one.logprob, experts=mine))
+        for one, mine in zip(drawn, experts[len(experts) - 1 - drafted :], strict=False)
+    ]
+    return output._replace(scores=tuple(scores), accepted=tuple(told[:-1]), drawn=told[-1] if told else None)
 
 
 def accepted_draws(row: BatchRow, draws: Sequence[DrawnToken | None], *, stale: bool = False) -> RowOutput:

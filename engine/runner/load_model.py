@@ -222,6 +222,7 @@ def _read(model: Model, config: EngineConfig, device: torch.device, shard: Shard
             decoder = model.build(weights)
             check_inputs(config, weights.linears, model.spec.name)
         decoder.kernels, decoder.mixtures = kernels, [one for one in weights.mixtures if one.spread]
+        decoder.routes = bool(weights.mixtures)
     finally:
         weights.close()
     return decoder, numerics_for(weights, config, device)

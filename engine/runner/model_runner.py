@@ -102,6 +102,11 @@ class ModelRunner:
         """The captured forward passes of decode steps, where there are any."""
 
     @property
+    def tells_experts(self) -> bool:
+        """Whether rows may be `routed`: the model has mixtures of experts, and all its layers are here."""
+        return self.decoder.routes and self.decoder.stage.count == 1
+
+    @property
     def device(self) -> Device:
         return self._device
 
@@ -273,6 +278,8 @@ class ModelRunner:
             ctx.pictured = self.pictures.placed(placed)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
+        chosen: list[Tensor] | None = [] if any(row.routed for row in rows) else None
+        ctx.chosen = chosen
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None
         if x_mh is None:
             x_mh = self.decoder.forward(tokens_m, ctx)
@@ -288,12 +295,15 @@ class ModelRunner:
                 found = redraw(row, x_mh[first:], logits, at_once, triton=self._triton)
                 replays[at] = [part.to_host() for part in found]
         pooled = pooled_prompts(self.decoder, self.numerics, rows, planned.shape.offsets.tolist(), x_mh)
-        return ForwardResults(logits_nv, scores, replays, pooled, to_host(stale_b))
+        experts_tlk = None if chosen is None else to_host(torch.stack(chosen, 1).to(torch.int16))
+        return ForwardResults(logits_nv, scores, replays, pooled, to_host(stale_b), experts_tlk)
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
         if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_cm is not None:
             return None  # A graph has no input for these.
+        if ctx.chosen is not None:
+            return None  # Nor does it tell what it has chosen.
         if any(door.gates for door in doors.values()):
             return None
         return self.graphs.replay(tokens_m, ctx)

@@ -71,6 +71,7 @@ _RANKED = _object(logprob=_NUMBER, rank=or_null(INTEGER), decoded_token=or_null(
 _PROMPT_LOGPROBS: Schema = {
     "prompt_logprobs": or_null(array_of(or_null({"type": "object", "additionalProperties": _RANKED})))
 }
+_ROUTED: Schema = {"routed_experts": {**TEXT, "contentEncoding": "base64"}}
 _ID_LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes={"type": "null"})
 _ID_LOGPROBS = array_of(_object(token=TEXT, logprob=_NUMBER, top_logprobs=array_of(_ID_LOGPROB)))
 _TEXT_LOGPROBS = _object(
@@ -116,7 +117,7 @@ _ENDS = ["stop", "length"]
 def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) -> Schema:
     """The schema of an answer of OpenAI's; each choice has what is `said`, and one of `ends` for its end."""
     choice = _object(
-        _IDS | _PROMPT_LOGPROBS, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON
+        _IDS | _PROMPT_LOGPROBS | _ROUTED, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON
     )
     return _object(
         {"twinpool": _TIMELINE, "weights_version": TEXT, **optional},
@@ -219,6 +220,7 @@ SCHEMAS: dict[str, Schema] = {
         created=INTEGER,
         choices=array_of(
             _object(
+                _ROUTED,
                 index=INTEGER,
                 token_ids=TOKENS,
                 logprobs=or_null(_object(content=_ID_LOGPROBS)),

@@ -42,6 +42,7 @@ from twinpool.contracts.messages.stream_frames import (
     PICTURES_SINCE,
     PLACES_SINCE,
     POOLINGS_SINCE,
+    ROUTED_SINCE,
 )
 from twinpool.contracts.sampling_params import JUDGED
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
@@ -139,6 +140,8 @@ others before one of them gets it, and reads the adapter's files first."""
 def needed_of(r: RoutedRequest) -> tuple[int, str]:
     """The version of streams from which on workers know all that a request asks for, and what that came with; 0 where
     every build does."""
+    if r.sampling.routed_experts:
+        return ROUTED_SINCE, "return_routed_experts"
     if r.sampling.pooling:
         known = {"last": (EMBEDDINGS_SINCE, "embeddings"), JUDGED: (JUDGED_SINCE, "rerankers")}
         return known.get(r.sampling.pooling, (POOLINGS_SINCE, f"this model's pooling, {r.sampling.pooling}"))

@@ -128,8 +128,8 @@ class GenerateRequest:
     max_tokens: int | None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens stand beside each of the prompt's, where log-probabilities are asked for by this
-    name; None: they aren't."""
+    """How many of the likeliest tokens stand beside each of the prompt's, where asked for by this name; else None."""
+    routed_experts: bool = False
     sampling: SamplingParams
     """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
     seeded: bool
@@ -236,6 +236,7 @@ def read_common(
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     grammar, asked = read_grammar(body), {fields[name].sets or name: value for name, value in values.items()}
     sampling = replace(_read_sampling(body, values, spec, grammar, logprobs), adapter=adapter)
+    sampling = sampling.with_experts() if asked.get("routed_experts") else sampling
     return {
         **{name: value for name, value in asked.items() if name in GenerateRequest.__annotations__},
         "include_usage": options.include_usage,
@@ -305,8 +306,9 @@ def _scored(values: Mapping[str, Any], logprobs: int | None) -> int | None:
     """How many of the likeliest tokens are listed at each position of a prompt; None: its tokens get no
     log-probabilities."""
     asked = [values.get("prompt_logprobs"), logprobs if values.get("echo") else None]
-    if asked[0] is not None and values["stream"]:
-        raise RequestError("prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
+    for name in ("prompt_logprobs", "return_routed_experts"):
+        if values["stream"] and name in values and values[name] is not False:
+            raise RequestError(f"{name}: these come with a whole answer; leave stream out", param=name)
     return max((one for one in asked if one is not None), default=None)
 
 

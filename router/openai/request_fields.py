@@ -219,6 +219,9 @@ COMPLETION: dict[str, RequestField] = {
     "echo": _flag("The prompt comes before the answer."),
     "logprobs": _integer("Log-probabilities of the tokens and of this many best ones.", 0, 20),
     "prompt_logprobs": _PROMPT_LOGPROBS,
+    "return_routed_experts": _flag(
+        "Add routed_experts: those that each token went to; without stream.", default=False, sets="routed_experts"
+    ),
     **OF_TEXT,
     "prompt": shaped({"oneOf": [TEXT, TOKENS, array_of({"oneOf": [TEXT, TOKENS]}, minItems=1)]}),
 }
@@ -366,8 +369,7 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("the parameters stand beside the prompt, not in an object", "sampling_params parameters", {}),
     **_refuse(
         "the model's inside isn't answered",
-        "return_hidden_states return_routed_experts return_meta_info return_cached_tokens_details "
-        "return_prompt_token_ids",
+        "return_hidden_states return_meta_info return_cached_tokens_details return_prompt_token_ids",
         False,
     ),
     **_refuse("this sampler is not supported", "typical_p tfs tfs_z encoder_repetition_penalty", 1, 1.0),

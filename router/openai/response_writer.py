@@ -18,7 +18,7 @@ from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import (
     GenerateRequest,
 )
-from twinpool.router.openai.token_answers import finite, prompt_logprobs, usage_of
+from twinpool.router.openai.token_answers import finite, prompt_logprobs, routed_experts, usage_of
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from twinpool.router.text.detokenizer import Detokenizer
 from twinpool.router.text.tokenizer import ModelTokenizer
@@ -242,6 +242,8 @@ class ResponseWriter:
             shape["prompt_logprobs"] = _of_prompt(
                 self._choices[c.index - c.index % request.n], request.prompt_logprobs, self._model_tokenizer
             )
+        if request.routed_experts:
+            shape["routed_experts"] = routed_experts(self._choices[c.index - c.index % request.n], c)
         text = "".join(c.text)
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)
         return [*shown, b"," + compact_json(shape)[1:-1].encode(), *self._prompt_ids(c)]

@@ -7,9 +7,13 @@ sampling stand in an object, `sampling_params`; a field that only shapes text is
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.compact_json import DATA, DONE, END, compact_json, sse_event
@@ -47,7 +51,10 @@ GENERATE_SAMPLING: dict[str, RequestField] = {name: COMPLETION[name] for name in
 GENERATE: dict[str, RequestField] = {
     **{
         name: COMPLETION[name]
-        for name in ["stream", "stream_options", "model", "cache_salt", "user", "priority", "timeout"]
+        for name in [
+            *("stream", "stream_options", "model", "cache_salt", "user", "priority", "timeout"),
+            "return_routed_experts",
+        ]
     },
     "token_ids": shaped({**TOKENS, "minItems": 1}),
     "sampling_params": shaped(object_of(**{name: or_null(field.schema) for name, field in GENERATE_SAMPLING.items()})),
@@ -134,6 +141,18 @@ def prompt_logprobs(first: ChoiceOutput, best: int, text: Callable[[int], str | 
     return found
 
 
+def routed_experts(first: ChoiceOutput, choice: ChoiceOutput) -> str:
+    """Return what vLLM calls `routed_experts`, base64 of a NumPy file: the experts of all positions of a choice but the
+    last, which no step has computed, [positions, layers, top k] uint16. `first`: the first choice of its prompt, which
+    has the prompt's."""
+    told = [one.experts for one in (*first.scores, *choice.logprobs)]
+    top_k = next((one.top_k for one in told if one is not None), 1)
+    ids = np.frombuffer(b"".join(one.ids for one in told if one is not None), dtype="<u2")
+    file = io.BytesIO()
+    np.save(file, ids.reshape(len(told), -1, top_k) if told else ids.reshape(0, 0, top_k))
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def no_text(token: int) -> None:
     """The text of a token where none is made."""
 
@@ -186,13 +205,19 @@ class TokenWriter:
             "request_id": self._id,
             "model": self._model,
             "created": self._created,
-            "choices": [self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop) for c in self._choices],
+            "choices": [self._whole_choice(c) for c in self._choices],
             "usage": usage_of(self._choices, self._request.n),
             "prompt_logprobs": None if best is None else prompt_logprobs(self._choices[0], best, no_text),
         }
         if twinpool is not None:
             told["twinpool"] = twinpool
         return [compact_json(told).encode()]
+
+    def _whole_choice(self, c: ChoiceOutput) -> dict[str, Any]:
+        shape = self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop)
+        if self._request.routed_experts:
+            shape["routed_experts"] = routed_experts(self._choices[0], c)
+        return shape
 
     def _choice(
         self,

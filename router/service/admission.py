@@ -309,6 +309,19 @@ class Admission:
             raise RequestError(f"the header {SLO_HEADER} must be a whole number of milliseconds, 1 or more")
         return min(int(header), given) if given else int(header)
 
+    def answer_limits(self, request: GenerateRequest, prompts: Sequence[int]) -> list[int]:
+        """Return the `max_tokens` of the answers to each of the `prompts`, whose lengths in tokens are given. Raises
+        `RequestError` as `answer_tokens` does, and for experts of more positions than `router.max_routed_positions`."""
+        limits = [self.answer_tokens(request, have) for have in prompts]
+        positions, most = sum(prompts) + request.n * sum(limits), self._config.max_routed_positions
+        if request.routed_experts and positions > most:
+            raise RequestError(
+                f"return_routed_experts asks for those of {positions} positions of prompts and answers; the limit is "
+                f"{most}: lower max_tokens, or ask for fewer answers at once",
+                param="return_routed_experts",
+            )
+        return limits
+
     def answer_tokens(self, request: GenerateRequest, have: int) -> int:
         """Return the `max_tokens` of the answers to a prompt of `have` tokens. Raises `RequestError`, with the numbers,
         where prompt and answer can't fit into the context or into the workers' pools."""

@@ -479,7 +479,7 @@ async def preview(service: RouterService, asked: ClientRequest) -> RequestPrevie
     admission.check_model(tenant, request)
     admission.check_room(request.choices)
     admission.check_tenant(tenant, request.choices, sum(len(prompt.tokens) for prompt in prompts))
-    limits = [admission.answer_tokens(request, len(prompt.tokens)) for prompt in prompts]
+    limits = admission.answer_limits(request, [len(prompt.tokens) for prompt in prompts])
     times = RequestTimes(began, admission.timeout_s(request), began + slo_ms / 1000 if slo_ms else None)
     share = TenantWeight(tenant, admission.allowed(tenant).weight)
     routed = OpenedRequest("preview", request, prompts, limits, times, share, asked.client_id, None).routed(began, "")

@@ -312,7 +312,7 @@ class RouterService:
         timeout_s, allowed = admission.timeout_s(request), admission.allowed(tenant)
         admission.check_room(request.choices)
         try:
-            limits = [admission.answer_tokens(request, len(prompt.tokens)) for prompt in prompts]
+            limits = admission.answer_limits(request, [len(prompt.tokens) for prompt in prompts])
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
         if metered:

@@ -228,7 +228,7 @@ class Audits:
             return
         key = RequestId(f"{PREFIX}{r.id}")
         # Log-probabilities cost time and decide no token.
-        sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
+        sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None, routed_experts=False)
         self._cases[key] = AuditCase(
             Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics
         )

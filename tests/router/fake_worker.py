@@ -34,7 +34,15 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import CLASSES, JUDGED, AdapterRef, SamplingParams, TokenLogprob, WeightsVersion
+from twinpool.contracts.sampling_params import (
+    CLASSES,
+    JUDGED,
+    AdapterRef,
+    RoutedExperts,
+    SamplingParams,
+    TokenLogprob,
+    WeightsVersion,
+)
 
 VOCAB = 1000
 FIRST = 300
@@ -49,10 +57,11 @@ def draw(tokens: Sequence[int], sampling: SamplingParams) -> int:
     return FIRST + zlib.crc32(raw) % (VOCAB - FIRST)
 
 
-def logprob(token: int, count: int) -> TokenLogprob:
-    """A log-probability that tells which token it belongs to."""
+def logprob(token: int, count: int, *, routed: bool = False) -> TokenLogprob:
+    """A log-probability that tells which token it belongs to, and so do the experts of two layers."""
     top = tuple((token + i, -token / 1000 - i) for i in range(count))
-    return TokenLogprob(token, -token / 1000, top)
+    experts = RoutedExperts(2, struct.pack("<4H", *range(token, token + 4))) if routed else None
+    return TokenLogprob(token, -token / 1000, top, experts)
 
 
 def expected(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
@@ -77,7 +86,7 @@ def ending(submit: Submit, tokens: Sequence[int]) -> Done | None:
 
 def scored(submit: Submit, tokens: Sequence[int], at: int) -> tuple[TokenLogprob, ...]:
     count = submit.sampling.logprobs
-    return () if count is None else (logprob(tokens[at], count),)
+    return () if count is None else (logprob(tokens[at], count, routed=submit.sampling.routed_experts),)
 
 
 def embedding(tokens: Sequence[int]) -> tuple[float, ...]:
@@ -91,7 +100,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
     tokens = list(submit.tokens)
     frame: list[Event] = []
     if (count := submit.sampling.prompt_logprobs) is not None:
-        frame.append(PromptScores(*key, tuple(logprob(t, count) for t in tokens[1:])))
+        routed = submit.sampling.routed_experts
+        frame.append(PromptScores(*key, tuple(logprob(t, count, routed=routed) for t in tokens[1:])))
         cached = 0
     if submit.sampling.pooling:
         vector = embedding(submit.tokens)

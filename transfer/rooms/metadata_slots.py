@@ -16,7 +16,7 @@ import torch
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId
-from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.contracts.sampling_params import ROUTED_BYTES, RoutedExperts, TokenLogprob
 from twinpool.transfer.planes.data_plane import SLOT_BYTES
 
 _HEADER = 8
@@ -40,7 +40,11 @@ class HandoverMetadata:
 
 def pack(metadata: HandoverMetadata) -> bytes:
     """Return the bytes of a slot with this metadata. Raises `ValueError` when they don't fit into a slot."""
-    logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
+    told = metadata.logprob
+    logprob: tuple[object, ...] | None = None
+    if told is not None:
+        experts = () if told.experts is None else (told.experts.top_k, told.experts.ids)
+        logprob = (told.token, told.logprob, told.top, *experts)
     body: bytes = msgpack.packb(
         (
             metadata.room,
@@ -84,8 +88,13 @@ def _whole(*numbers: object) -> None:
         raise TypeError(f"these must be whole numbers from 0 on: {numbers!r:.80}")
 
 
-def _logprob(token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob:
+def _logprob(
+    token: int, logprob: float, top: tuple[tuple[int, float], ...], top_k: int | None = None, ids: bytes = b""
+) -> TokenLogprob:
+    """What a slot has of the first token's; `top_k` and `ids`: its experts, where asked for."""
     if not all(type(value) in (float, int) for value in (logprob, *(value for _, value in top))):
         raise TypeError(f"log-probabilities must be numbers: {logprob!r:.80}")
-    _whole(token, *(other for other, _ in top))
-    return TokenLogprob(token, logprob, top)
+    _whole(token, *(other for other, _ in top), top_k or 0)
+    if type(ids) is not bytes or len(ids) > ROUTED_BYTES:
+        raise TypeError(f"experts must be bytes, {ROUTED_BYTES} at most: {ids!r:.80}")
+    return TokenLogprob(token, logprob, top, None if top_k is None else RoutedExperts(top_k, ids))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.router.fake_worker import expected
-from tests.router.http_server import Server
+from tests.router.fake_worker import FakeCluster, expected
+from tests.router.http_server import Server, router_config, serving
 from twinpool.contracts.sampling_params import SamplingParams
 
 PATH = "/inference/v1/generate"
@@ -232,3 +235,52 @@ def test_apis_without_a_place_for_them_refuse_them(server: Server) -> None:
     assert response.status_code == 400
     assert "prompt_logprobs" in json.dumps(response.json())
     assert server.refused("/v1/responses", {"input": "hi", "prompt_logprobs": 1})["param"] == "prompt_logprobs"
+
+
+def routed(choice: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The experts of a choice, as clients of vLLM read them."""
+    found: np.ndarray[Any, Any] = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    return found
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_experts_are_of_all_positions_but_the_last_which_nothing_has_computed(server: Server, path: str) -> None:
+    more = {"n": 2, "max_tokens": 8, "seed": 1}
+    body = {"token_ids": PROMPT, "sampling_params": more} if path == PATH else {"prompt": PROMPT, **more}
+    response = server.post(path, {**body, "return_routed_experts": True})
+    assert response.status_code == 200, response.text
+    for number, choice in enumerate(response.json()["choices"]):
+        experts = routed(choice)
+        assert experts.dtype == np.uint16
+        said = [*PROMPT[1:], *answer(choice=number)]
+        assert experts.tolist() == [[[token, token + 1], [token + 2, token + 3]] for token in said]
+        assert choice["logprobs"] is None
+    sampling = [s for w in server.cluster.workers.values() for s in w.submits][-1].sampling
+    assert (sampling.routed_experts, sampling.logprobs) == (True, 0)
+
+
+def test_experts_of_a_prompt_alone_are_told(server: Server) -> None:
+    (choice,) = generate(server, top={"return_routed_experts": True}, max_tokens=0)["choices"]
+    assert routed(choice).shape == (2, 2, 2)
+    (bare,) = generate(server)["choices"]
+    assert "routed_experts" not in bare
+
+
+def test_experts_come_with_a_whole_answer_and_not_with_a_chat(server: Server) -> None:
+    params = {"max_tokens": 2}
+    for path, body in (
+        (PATH, {"token_ids": PROMPT, "sampling_params": params, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        refused = server.post(path, {**body, "return_routed_experts": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "return_routed_experts"
+
+
+def test_experts_are_bounded_by_positions_of_prompts_and_answers() -> None:
+    with serving(FakeCluster(), config=router_config(max_routed_positions=3 + 2 * 8)) as small:
+        generate(small, top={"return_routed_experts": True}, n=2)
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 9, "n": 2}, "return_routed_experts": True}
+        refused = small.post(PATH, body)
+    assert refused.status_code == 400
+    assert "asks for those of 21 positions of prompts and answers; the limit is 19" in refused.text
