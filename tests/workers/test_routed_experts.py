@@ -52,7 +52,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def folder(family: str) -> Path:
         if family not in made:
-            made[family] = FAMILIES[family](root / family)
+            made[family] = FAMILIES[family](root / family, published=True)
         return made[family]
 
     return folder
@@ -125,10 +125,12 @@ def test_experts_are_told_though_the_decode_worker_is_lost(folder_of: Callable[[
 
 
 @pytest.mark.slow
-def test_experts_come_with_drafts_that_are_drawn(folder_of: Callable[[str], Path]) -> None:
-    folder, again = folder_of("qwen3_moe"), list(FEW) * 8
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("made_by", ["", "mtp"], ids=["looked up", "made by a mixture of their own"])
+def test_experts_come_with_drafts_that_are_drawn(folder_of: Callable[[str], Path], made_by: str) -> None:
+    folder, again = folder_of("glm4_moe" if made_by else "qwen3_moe"), list(FEW) * 8
     greedy = SamplingParams(max_tokens=40, temperature=0.0, allowed_token_ids=FEW).with_experts()
-    with pair(folder, decode=DRAFTS) as both:
+    with pair(folder, decode=DRAFTS, engine={"draft_model": made_by}) as both:
         (answer,) = both.run(both.submit(again, greedy))
         counters = both.decode.status().counters
         assert counters["drafts_accepted"] > 0
