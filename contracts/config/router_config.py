@@ -37,8 +37,8 @@ class RouterConfig:
     max_prompt_logprobs: int = 32_768
     """Log-probabilities of prompt tokens (echo with logprobs) that one request may ask for, over all its choices."""
     max_routed_positions: int = 65_536
-    """Positions of which one request may ask for the experts (`return_routed_experts`), those of all its prompts and
-    answers: each has two bytes for each expert that a layer chooses, half a kilobyte to a kilobyte of a large model."""
+    """Positions of which one request may ask for the experts (`return_routed_experts`), those of each answer with its
+    prompt: each has two bytes for each expert that a layer chooses, half a kilobyte to a kilobyte of a large model."""
     served_model_name: str = ""
     """Names under which clients ask for the model, separated by commas; answers carry the first. Empty: the folder's
     name, of a Hugging Face snapshot the repository's."""

@@ -313,11 +313,11 @@ class Admission:
         """Return the `max_tokens` of the answers to each of the `prompts`, whose lengths in tokens are given. Raises
         `RequestError` as `answer_tokens` does, and for experts of more positions than `router.max_routed_positions`."""
         limits = [self.answer_tokens(request, have) for have in prompts]
-        positions, most = sum(prompts) + request.n * sum(limits), self._config.max_routed_positions
+        positions, most = request.n * (sum(prompts) + sum(limits)), self._config.max_routed_positions
         if request.routed_experts and positions > most:
             raise RequestError(
-                f"return_routed_experts asks for those of {positions} positions of prompts and answers; the limit is "
-                f"{most}: lower max_tokens, or ask for fewer answers at once",
+                f"return_routed_experts asks for those of {positions} positions, of each answer with its prompt; the "
+                f"limit is {most}: lower max_tokens, or ask for fewer answers at once",
                 param="return_routed_experts",
             )
         return limits

@@ -278,9 +278,9 @@ def test_experts_come_with_a_whole_answer_and_not_with_a_chat(server: Server) ->
 
 
 def test_experts_are_bounded_by_positions_of_prompts_and_answers() -> None:
-    with serving(FakeCluster(), config=router_config(max_routed_positions=3 + 2 * 8)) as small:
+    with serving(FakeCluster(), config=router_config(max_routed_positions=2 * (3 + 8))) as small:
         generate(small, top={"return_routed_experts": True}, n=2)
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 9, "n": 2}, "return_routed_experts": True}
         refused = small.post(PATH, body)
     assert refused.status_code == 400
-    assert "asks for those of 21 positions of prompts and answers; the limit is 19" in refused.text
+    assert "asks for those of 24 positions, of each answer with its prompt; the limit is 22" in refused.text
