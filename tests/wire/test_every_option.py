@@ -39,7 +39,7 @@ SENT: dict[str, tuple[Any, Any]] = {
     "stop_token_ids": ([901, 902], (901, 902)),
 }
 """By option: what a client sends, and what `SamplingParams` has then; its other fields have tests of their own."""
-OTHERS = {"choice", "logprobs", "prompt_logprobs", "grammar", "adapter", "pooling"}
+OTHERS = {"choice", "logprobs", "prompt_logprobs", "grammar", "adapter", "pooling", "routed_experts"}
 GRAMMARS: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "é"}}},
     "structured_outputs": {"choice": ['"é"']},
@@ -61,7 +61,7 @@ ROUTERS_OWN = {
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n", "stream", "return_token_ids",
     "add_special_tokens", "user", "echo", "best_of", "logprobs", "top_logprobs", "add_generation_prompt",
     "max_completion_tokens", "timeout", "separate_reasoning", "continue_final_message", "truncate_prompt_tokens",
-    "return_tokens_as_token_ids", "prompt_logprobs",
+    "return_tokens_as_token_ids", "prompt_logprobs", "return_routed_experts",
 }  # fmt: skip
 """Options that act in the router, or are worked into another one."""
 BODIES: dict[str, dict[str, Any]] = {
@@ -179,6 +179,8 @@ def test_log_probabilities_are_asked_of_the_workers_as_each_endpoint_has_them(ru
         (completions, {"logprobs": 3}, (3, None)),
         (completions, {"logprobs": 3, "echo": True}, (3, 3)),
         (completions, {"prompt_logprobs": 2}, (None, 2)),
+        (completions, {"return_routed_experts": True}, (0, 0)),
+        (completions, {"return_routed_experts": True, "logprobs": 2, "prompt_logprobs": 1}, (2, 1)),
         (completions, {"logprobs": 3, "echo": True, "prompt_logprobs": 2}, (3, 3)),
         (completions, {"logprobs": 1, "echo": True, "prompt_logprobs": 2}, (1, 2)),
         (chat, {"prompt_logprobs": 0}, (None, 0)),
@@ -189,6 +191,7 @@ def test_log_probabilities_are_asked_of_the_workers_as_each_endpoint_has_them(ru
         for leg in submits(running, path, **options):
             (submit,) = leg
             assert (submit.sampling.logprobs, submit.sampling.prompt_logprobs) == want, (path, options)
+            assert submit.sampling.routed_experts == ("return_routed_experts" in options)
 
 
 def test_the_models_end_tokens_reach_the_workers_unless_they_are_ignored(running: Server) -> None:
