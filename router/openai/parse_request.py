@@ -129,7 +129,6 @@ class GenerateRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens stand beside each of the prompt's, where asked for by this name; else None."""
-    routed_experts: bool = False
     sampling: SamplingParams
     """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
     seeded: bool
@@ -236,7 +235,7 @@ def read_common(
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     grammar, asked = read_grammar(body), {fields[name].sets or name: value for name, value in values.items()}
     sampling = replace(_read_sampling(body, values, spec, grammar, logprobs), adapter=adapter)
-    sampling = sampling.with_experts() if asked.get("routed_experts") else sampling
+    sampling = sampling.with_experts() if values.get("return_routed_experts") else sampling
     return {
         **{name: value for name, value in asked.items() if name in GenerateRequest.__annotations__},
         "include_usage": options.include_usage,
@@ -303,8 +302,7 @@ def _read_sampling(
 
 
 def _scored(values: Mapping[str, Any], logprobs: int | None) -> int | None:
-    """How many of the likeliest tokens are listed at each position of a prompt; None: its tokens get no
-    log-probabilities."""
+    """How many of the likeliest tokens are listed at each position of a prompt; None: no log-probabilities of it."""
     asked = [values.get("prompt_logprobs"), logprobs if values.get("echo") else None]
     for name in ("prompt_logprobs", "return_routed_experts"):
         if values["stream"] and name in values and values[name] is not False:

@@ -219,9 +219,7 @@ COMPLETION: dict[str, RequestField] = {
     "echo": _flag("The prompt comes before the answer."),
     "logprobs": _integer("Log-probabilities of the tokens and of this many best ones.", 0, 20),
     "prompt_logprobs": _PROMPT_LOGPROBS,
-    "return_routed_experts": _flag(
-        "Add routed_experts: those that each token went to; without stream.", default=False, sets="routed_experts"
-    ),
+    "return_routed_experts": _flag("Add routed_experts: those that tokens went to; without stream.", default=False),
     **OF_TEXT,
     "prompt": shaped({"oneOf": [TEXT, TOKENS, array_of({"oneOf": [TEXT, TOKENS]}, minItems=1)]}),
 }

@@ -242,7 +242,7 @@ class ResponseWriter:
             shape["prompt_logprobs"] = _of_prompt(
                 self._choices[c.index - c.index % request.n], request.prompt_logprobs, self._model_tokenizer
             )
-        if request.routed_experts:
+        if request.sampling.routed_experts:
             shape["routed_experts"] = routed_experts(self._choices[c.index - c.index % request.n], c)
         text = "".join(c.text)
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)

@@ -215,7 +215,7 @@ class TokenWriter:
 
     def _whole_choice(self, c: ChoiceOutput) -> dict[str, Any]:
         shape = self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop)
-        if self._request.routed_experts:
+        if self._request.sampling.routed_experts:
             shape["routed_experts"] = routed_experts(self._choices[0], c)
         return shape
 

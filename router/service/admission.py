@@ -314,7 +314,7 @@ class Admission:
         `RequestError` as `answer_tokens` does, and for experts of more positions than `router.max_routed_positions`."""
         limits = [self.answer_tokens(request, have) for have in prompts]
         positions, most = request.n * (sum(prompts) + sum(limits)), self._config.max_routed_positions
-        if request.routed_experts and positions > most:
+        if request.sampling.routed_experts and positions > most:
             raise RequestError(
                 f"return_routed_experts asks for those of {positions} positions, of each answer with its prompt; the "
                 f"limit is {most}: lower max_tokens, or ask for fewer answers at once",
