@@ -128,7 +128,7 @@ ROUTED_BYTES = 1 << 14
 """The most bytes of the experts that one position goes to."""
 
 
-class RoutedExperts(Message, frozen=True):
+class ChosenExperts(Message, frozen=True):
     """The experts that one position's hidden states went to, layer by layer."""
 
     top_k: Uint32
@@ -145,7 +145,7 @@ class TokenLogprob(Message, frozen=True):
     logprob: float
     top: Annotated[tuple[tuple[Uint32, float], ...], SOME] = ()
     """The best (token, log-probability) pairs, best first."""
-    experts: RoutedExperts | None = None
+    experts: ChosenExperts | None = None
     """The experts of the position before the token's, whose logits these are of, where asked for."""
 
 

@@ -134,7 +134,7 @@ def build_worker(
         undo.callback(sender.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
-            grammar_engine(p.spec, undo), adapter_store(p, undo), p.engine.tells_experts,
+            grammar_engine(p.spec, undo), adapter_store(p, undo), p.engine.decoder.tells_experts,
         )  # fmt: skip
         worker: Worker
         if role is Role.PREFILL:

@@ -17,7 +17,7 @@ from torch import Tensor
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
 from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, ServeExperts, TableEntries, TablePlace
-from twinpool.contracts.sampling_params import CLASSES, JUDGED, RoutedExperts
+from twinpool.contracts.sampling_params import CLASSES, JUDGED, ChosenExperts
 from twinpool.engine.attention.attention_plan import StepShape
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.native.current_kernels import using
@@ -74,11 +74,11 @@ class ForwardResults:
     experts_tlk: Tensor | None = None
     """[T, layers, k] int16: the experts that each token of the step goes to, where a row asks for them."""
 
-    def routed(self, first: int, count: int) -> list[RoutedExperts]:
+    def routed(self, first: int, count: int) -> list[ChosenExperts]:
         """The experts of `count` tokens of the step from number `first` on. Call once complete."""
         assert self.experts_tlk is not None, "a row asked for them"
         part_tlk = self.experts_tlk[first : first + count].numpy().astype("<u2")
-        return [RoutedExperts(part_tlk.shape[2], chosen_lk.tobytes()) for chosen_lk in part_tlk]
+        return [ChosenExperts(part_tlk.shape[2], chosen_lk.tobytes()) for chosen_lk in part_tlk]
 
     def damaged(self, row: int) -> bool:
         """Whether logits by which tokens of this row were scored or drawn again, or its embedding, are not finite. Call
@@ -246,7 +246,7 @@ class LaunchedStep:
         return outputs
 
 
-def with_experts(output: RowOutput, experts: Sequence[RoutedExperts], drafted: int) -> RowOutput:
+def with_experts(output: RowOutput, experts: Sequence[ChosenExperts], drafted: int) -> RowOutput:
     """A row's output, whose log-probabilities have the experts of the positions that they were computed at. `experts`:
     of the row's tokens, of which the last `drafted` are drafts."""
     scores = [structs.replace(score, experts=mine) for score, mine in zip(output.scores, experts, strict=False)]

@@ -102,11 +102,6 @@ class ModelRunner:
         """The captured forward passes of decode steps, where there are any."""
 
     @property
-    def tells_experts(self) -> bool:
-        """Whether rows may be `routed`: the model has mixtures of experts, and all its layers are here."""
-        return self.decoder.routes and self.decoder.stage.count == 1
-
-    @property
     def device(self) -> Device:
         return self._device
 
@@ -302,11 +297,9 @@ class ModelRunner:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
         if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_cm is not None:
             return None  # A graph has no input for these.
-        if ctx.chosen is not None:
-            return None  # Nor does it tell what it has chosen.
         if any(door.gates for door in doors.values()):
             return None
-        return self.graphs.replay(tokens_m, ctx)
+        return self.graphs.replay(tokens_m, ctx) if ctx.chosen is None else None  # It tells nobody what it chooses.
 
     @torch.inference_mode()
     def capture(

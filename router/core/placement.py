@@ -4,8 +4,7 @@ A worker can be chosen when it is ready and linked, has room for the whole seque
 and isn't avoided by this request. Both workers of a pair must be of one hand-over class, and an answer that has begun
 goes on in its numerics class. A request with an adapter goes to builds that know adapters alone, and first to workers
 that have its adapter in memory. A decode worker to which the chosen prefill worker has failed to hand this request over
-is left out while there is another. Among the workers that are left, the policy decides
-(`router/core/routing_policies.py`).
+is left out while there is another. Among the rest the policy decides (`router/core/routing_policies.py`).
 
 A colocated worker has both roles, and a request goes to one such worker alone, as prefill is chosen; each sequence that
 it runs counts as `SEQUENCE_TOKENS`. Where decode workers can compute prompts (`disaggregation.mode`), a request goes to
@@ -138,8 +137,7 @@ others before one of them gets it, and reads the adapter's files first."""
 
 
 def needed_of(r: RoutedRequest) -> tuple[int, str]:
-    """The version of streams from which on workers know all that a request asks for, and what that came with; 0 where
-    every build does."""
+    """The version of streams since which workers know all that a request asks for, and what came with it; 0: all do."""
     if r.sampling.routed_experts:
         return ROUTED_SINCE, "return_routed_experts"
     if r.sampling.pooling:

@@ -10,7 +10,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
-from twinpool.contracts.sampling_params import RoutedExperts, TokenLogprob
+from twinpool.contracts.sampling_params import ChosenExperts, TokenLogprob
 from twinpool.decode.kept_answers import KeptAnswers, estimated_bytes
 
 
@@ -68,7 +68,7 @@ def test_an_answers_memory_is_that_of_its_tokens_their_log_probabilities_and_the
     plain, scored = answer(5), answer(5, logprobs=5)
     bare = replace(scored, logprobs=tuple(replace(one, top=()) for one in scored.logprobs))
     assert [estimated_bytes(one) for one in (plain, bare, scored)] == [1224, 2224, 2974]
-    routed = [replace(one, experts=RoutedExperts(2, bytes(16))) for one in scored.logprobs]
+    routed = [replace(one, experts=ChosenExperts(2, bytes(16))) for one in scored.logprobs]
     assert estimated_bytes(replace(scored, logprobs=tuple(routed))) == 2974 + 5 * 16
 
 

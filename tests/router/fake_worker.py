@@ -38,7 +38,7 @@ from twinpool.contracts.sampling_params import (
     CLASSES,
     JUDGED,
     AdapterRef,
-    RoutedExperts,
+    ChosenExperts,
     SamplingParams,
     TokenLogprob,
     WeightsVersion,
@@ -60,7 +60,7 @@ def draw(tokens: Sequence[int], sampling: SamplingParams) -> int:
 def logprob(token: int, count: int, *, routed: bool = False) -> TokenLogprob:
     """A log-probability that tells which token it belongs to, and so do the experts of two layers."""
     top = tuple((token + i, -token / 1000 - i) for i in range(count))
-    experts = RoutedExperts(2, struct.pack("<4H", *range(token, token + 4))) if routed else None
+    experts = ChosenExperts(2, struct.pack("<4H", *range(token, token + 4))) if routed else None
     return TokenLogprob(token, -token / 1000, top, experts)
 
 

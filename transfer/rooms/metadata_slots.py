@@ -16,7 +16,7 @@ import torch
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId
-from twinpool.contracts.sampling_params import ROUTED_BYTES, RoutedExperts, TokenLogprob
+from twinpool.contracts.sampling_params import ROUTED_BYTES, ChosenExperts, TokenLogprob
 from twinpool.transfer.planes.data_plane import SLOT_BYTES
 
 _HEADER = 8
@@ -97,4 +97,4 @@ def _logprob(
     _whole(token, *(other for other, _ in top), top_k or 0)
     if type(ids) is not bytes or len(ids) > ROUTED_BYTES:
         raise TypeError(f"experts must be bytes, {ROUTED_BYTES} at most: {ids!r:.80}")
-    return TokenLogprob(token, logprob, top, None if top_k is None else RoutedExperts(top_k, ids))
+    return TokenLogprob(token, logprob, top, None if top_k is None else ChosenExperts(top_k, ids))
