@@ -7,7 +7,7 @@ arithmetic: drafts change how fast an answer comes, and never a token of it.
 
 What was computed for a draft that is rejected lies behind the committed positions: nobody hashes, shares or sends it,
 and the next step writes over it. Recurrent states are the same within a block of positions, but a whole block is folded
-into one matrix: so a row's drafts end before its block does, and where no snapshot of the state is taken.
+into one matrix: so a row's drafts end before its block does.
 
 How many drafts a request has follows from what they gain. A step of `n` positions takes about `a + b n` seconds, and
 proposing `d` tokens `c d`; how often a draft of each place is drawn that follows drawn ones is counted by request. So
@@ -366,7 +366,8 @@ class Drafting:
             # The last token of the longest answer is computed by no step.
             pays = verdict.most(request)
             most = min(budget, self._config.drafts, pays, request.positions - request.planned - 1)
-            most = self._undoable(request.planned, most)
+            if self._pages.manager.running.stateful:
+                most = min(most, undoable_positions(request.planned))
             request.undrafted += not pays
             if request.under_way or most <= 0:
                 continue
@@ -384,16 +385,6 @@ class Drafting:
             budget -= most
         for (request, most), draft in zip(wanted, self._proposed(wanted) if wanted else (), strict=True):
             request.drafts = self._fitting(request, tuple(draft[:most]))
-
-    def _undoable(self, start: int, most: int) -> int:
-        """How many of `most` drafts a row may have that begins at `start`: as many as its recurrent states can do
-        without again."""
-        if not self._pages.manager.running.stateful:
-            return most
-        most, page_tokens = min(most, undoable_positions(start)), self._pages.manager.spec.page_tokens
-        while most > 0 and (start + 1 + most) % page_tokens == 0:
-            most -= 1
-        return most
 
     def _took(self, verdict: StepVerdict, *, tried: bool) -> None:
         """Count a step by its verdict; `tried`: whether it has one of those that have a draft even where none pays."""

@@ -190,6 +190,9 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
             if request.phase in STEPPING and (outcome := self._commit(request, output)) is not None:
                 yield outcome
 
+    def _sure(self, request: DecodeRequest) -> bool:
+        return not request.drafts
+
     def recover(self, invalid: list[Allocation]) -> list[RequestFailed]:
         """Fail the requests whose allocations are in `invalid`: state that was loaded for them is damaged.
 

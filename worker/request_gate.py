@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from math import inf
+
+from msgspec import structs
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.errors import CheckpointError, ErrorKind
@@ -77,13 +80,15 @@ class RequestGate:
         clock: Clock,
         wake: Callable[[], None],
         adapters: AdapterStore | None = None,
+        unowned_s: float = inf,
         *,
         routed: bool = False,
     ) -> None:
         """`engine`: None where the model's tokens have no text. `adapters`: None where no request may have one.
-        `routed`: whether the experts that tokens go to can be told."""
+        `unowned_s`: how long a request may go on for nobody. `routed`: whether the experts that tokens go to can be
+        told."""
         self._engine, self._clock, self._wake, self._adapters = engine, clock, wake, adapters
-        self._routed = routed
+        self._unowned_s, self._routed = unowned_s, routed
         self._waiting: list[_Waiting] = []
 
     def __len__(self) -> int:
@@ -137,7 +142,9 @@ class RequestGate:
             if there is False and now < waiting.adapter_by:
                 continue
             self._waiting.remove(waiting)
-            if there is False:
+            if there is False and now >= waiting.deadline:
+                there = AdmissionRefusal(ErrorKind.DEADLINE, "its adapter could not be read in time")
+            elif there is False:
                 there = AdmissionRefusal(ErrorKind.ADAPTER, f"no room for its adapter within {ADAPTER_WAIT_S:g} s")
             yield waiting.session, waiting.command, waiting.result() if there is True else there
 
@@ -151,7 +158,12 @@ class RequestGate:
 
     def _detach(self, chosen: Callable[[_Waiting], bool]) -> None:
         self._drop(lambda w: chosen(w) and not _named(w.command))
-        self._waiting = [replace(w, session=UNOWNED) if chosen(w) else w for w in self._waiting]
+        self._waiting = [self._unowned(w) if chosen(w) else w for w in self._waiting]
+
+    def _unowned(self, waiting: _Waiting) -> _Waiting:
+        assert isinstance(waiting.command, Submit), "it has a name"
+        deadline_s = min(waiting.command.deadline_s, self._unowned_s)
+        return replace(waiting, session=UNOWNED, command=structs.replace(waiting.command, deadline_s=deadline_s))
 
     def close(self) -> None:
         self._drop(lambda w: True)

@@ -190,12 +190,18 @@ class StepCommit(Generic[R, M]):
 
     def _count_launched(self, requests: Sequence[R]) -> None:
         """Count what was planned of these requests as launched, and keep their recurrent states as they will be at a
-        page boundary."""
+        page boundary, where it is sure that they will."""
         stateful, page_tokens = self._manager.running.stateful, self._manager.spec.page_tokens
         for request in requests:
             request.launched = request.planned
-            if stateful and request.allocation is not None and request.launched % page_tokens == 0:
+            if not stateful or request.allocation is None or not self._sure(request):
+                continue
+            if request.launched % page_tokens == 0:
                 self._manager.running.snapshot(request.allocation, request.launched)
+
+    def _sure(self, request: R) -> bool:
+        """Whether all positions that were launched of a request will count."""
+        return True
 
     def _distrust(self, request: R, site: DamageSite) -> None:
         """Report a request whose row found one of its pages given away (`DamageSite.STEP`), or had non-finite logits,

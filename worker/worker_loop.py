@@ -220,7 +220,9 @@ class WorkerLoop(ExpertSharing, Generic[R]):
         self.fits = WorkerLimits(manager.supply.max_positions, setup.context)
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
-        self._gate = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters, routed=setup.routed)
+        self._gate = RequestGate(
+            setup.grammars, clock, setup.waiter.wake, setup.adapters, self._unowned_s, routed=setup.routed
+        )
         self.control, self.fingerprint = setup.sender.control, setup.sender.end.fingerprint
         self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
         self.report.timed.append(self._gate)

@@ -54,7 +54,7 @@ from twinpool.engine.runner.kernel_choice import hold_to_class
 from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
-from twinpool.engine.tensors.adapters import AdapterStore
+from twinpool.engine.tensors.adapters import AdapterFolders, AdapterStore
 from twinpool.engine.tensors.tensor_parallel import TensorParallelGroup
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
@@ -175,7 +175,8 @@ def adapter_store(parts: WorkerParts, undo: ExitStack) -> AdapterStore | None:
     if not config.used or engine.ranks.size > 1:
         return None
     decoder, device = engine.decoder, engine.device.torch_device
-    engine.adapters = AdapterStore(config, decoder.adapted, decoder.dtype, device, decoder.kernels, parts.waiter.wake)
+    files = AdapterFolders(config, decoder.adapted, decoder.dtype, device, decoder.kernels, parts.waiter.wake)
+    engine.adapters = AdapterStore(config.max_loaded, files)
     undo.callback(engine.adapters.close)
     return engine.adapters
 

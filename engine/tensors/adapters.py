@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -222,9 +223,19 @@ class AdapterSet:
         return made
 
 
-class AdapterStore:
-    """The adapters that one worker has in memory. Single-threaded, but that a thread of its own reads files, and wakes
-    the worker when it has."""
+class AdapterReader(Protocol):
+    """Reads adapters, apart from the worker that asks for them."""
+
+    def read(self, ref: AdapterRef) -> Future[AdapterWeights]:
+        """Begin to read an adapter; the worker is woken when it is there. The future raises `CheckpointError` where its
+        folder isn't allowed, can't be read, isn't of this model, or has another digest than the one that is wanted."""
+
+    def close(self) -> None:
+        """Wait for what is being read."""
+
+
+class AdapterFolders:
+    """Implements `AdapterReader` by folders as PEFT writes them, on a thread of its own."""
 
     def __init__(
         self,
@@ -238,12 +249,42 @@ class AdapterStore:
         """`kernels`: what the model is computed with; None: torch's operations."""
         self._config, self._adapted, self._dtype, self._device, self._wake = config, adapted, dtype, device, wake
         self._packs = isinstance(kernels, NativeKernels) and dtype in kernels.dtypes
+        self._thread: ThreadPoolExecutor | None = None
+
+    def read(self, ref: AdapterRef) -> Future[AdapterWeights]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        load = self._thread.submit(self._load, ref)
+        load.add_done_callback(lambda _: self._wake())
+        return load
+
+    def _load(self, ref: AdapterRef) -> AdapterWeights:
+        folder = allowed_folder(ref.path, self._config.allowed)
+        files = read_adapter_files(folder, self._config.max_rank)
+        if files.digest != ref.digest:
+            raise CheckpointError(f"the files in {ref.path} are others than when it was loaded: load it again")
+        try:
+            loaded = load_adapter(files, self._adapted, self._dtype, self._device)
+            return loaded.packed() if self._packs else loaded
+        except (RuntimeError, MemoryError, OSError) as error:  # No memory: that request's end, not the worker's.
+            raise CheckpointError(f"cannot load {ref.path}: {' '.join(str(error).split())}") from error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class AdapterStore:
+    """The adapters that one worker has in memory. Single-threaded."""
+
+    def __init__(self, max_loaded: int, reader: AdapterReader) -> None:
+        """`max_loaded`: those in memory and those that are being read, together."""
+        self._max_loaded, self._reader = max_loaded, reader
         self.loaded: dict[str, AdapterWeights] = {}
         """By digest; the one that was wanted least recently comes first."""
         self.needed: Callable[[], Collection[str]] = lambda: ()
         """Returns the digests of those that mustn't be dropped."""
         self._loads: dict[str, Future[AdapterWeights]] = {}
-        self._reader: ThreadPoolExecutor | None = None
         self._set = AdapterSet()
         self._counts = dict.fromkeys(("adapter_loads", "adapter_evictions"), 0.0)
 
@@ -254,15 +295,14 @@ class AdapterStore:
 
     def wants(self, ref: AdapterRef) -> bool:
         """Whether an adapter is in memory; else it comes, or waits for room. It may be dropped again unless it is among
-        `needed` before the next call. Raises `CheckpointError` where its folder isn't allowed, can't be read, isn't of
-        this model, or has another digest than the one that is wanted."""
+        `needed` before the next call. Raises what reading it did."""
         if ref.digest in self.loaded:
             self.loaded[ref.digest] = self.loaded.pop(ref.digest)
             return True
         load = self._loads.get(ref.digest)
         if load is None:
             if self._make_room():
-                self._loads[ref.digest] = self._begin(ref)
+                self._loads[ref.digest] = self._reader.read(ref)
             return False
         if not load.done():
             return False
@@ -291,29 +331,11 @@ class AdapterStore:
 
     @property
     def _has_room(self) -> bool:
-        return len(self.loaded) + len(self._loads) < self._config.max_loaded
+        return len(self.loaded) + len(self._loads) < self._max_loaded
 
     def _take_in(self, digest: str, adapter: AdapterWeights) -> None:
         self.loaded[digest] = adapter
         self._counts["adapter_loads"] += 1
-
-    def _begin(self, ref: AdapterRef) -> Future[AdapterWeights]:
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        load = self._reader.submit(self._load, ref)
-        load.add_done_callback(lambda _: self._wake())
-        return load
-
-    def _load(self, ref: AdapterRef) -> AdapterWeights:
-        folder = allowed_folder(ref.path, self._config.allowed)
-        files = read_adapter_files(folder, self._config.max_rank)
-        if files.digest != ref.digest:
-            raise CheckpointError(f"the files in {ref.path} are others than when it was loaded: load it again")
-        try:
-            loaded = load_adapter(files, self._adapted, self._dtype, self._device)
-            return loaded.packed() if self._packs else loaded
-        except (RuntimeError, MemoryError, OSError) as error:  # No memory: that request's end, not the worker's.
-            raise CheckpointError(f"cannot load {ref.path}: {' '.join(str(error).split())}") from error
 
     def held(self, wanted: Sequence[AdapterWeights]) -> AdapterSet:
         """A set that has all of `wanted`; the same one as long as it has them, as its tables take time to make."""
@@ -322,8 +344,7 @@ class AdapterStore:
 
     def close(self) -> None:
         """Wait for a load that is under way."""
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
+        self._reader.close()
 
 
 class StepAdapters:

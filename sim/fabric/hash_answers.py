@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenLogprob
 from twinpool.engine.attention.attention_backend import BLOCK
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
@@ -25,9 +25,10 @@ from twinpool.engine.structured_output.grammar_engine import GrammarError, Gramm
 VOCABULARY = 64
 
 
-def position_mark(seen: Sequence[bytes], token: int) -> bytes:
-    """Hash everything that a position saw, and its own token."""
-    return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
+def position_mark(seen: Sequence[bytes], token: int, adapter: AdapterRef | None) -> bytes:
+    """Hash everything that a position saw, its own token, and the adapter that it is computed with."""
+    said = b"|".join(seen) + token.to_bytes(4, "little")
+    return hashlib.blake2b(said + (adapter.digest.encode() if adapter is not None else b""), digest_size=16).digest()
 
 
 STATE_PLACES = BLOCK + 1
@@ -132,7 +133,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
             for pool in spec.pools
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True)
         ]
-        mark = position_mark(seen, tokens[at])
+        mark = position_mark(seen, tokens[at], params.adapter)
         at += 1
         for pool in spec.pools:
             for lane, entry in zip(lanes[pool.name], pool_entries(pool, size, mark), strict=True):

@@ -39,6 +39,7 @@ from twinpool.engine.attention.attention_backend import BLOCK
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
+from twinpool.engine.tensors.adapters import AdapterStore
 from twinpool.sim.fabric.hash_answers import (
     VOCABULARY,
     draw_token,
@@ -145,6 +146,8 @@ class HashEngine:
 
     pictures = None
     experts = None
+    adapters: AdapterStore | None = None
+    """Where the adapters of rows are; None: no row may have one."""
 
     def __init__(
         self,
@@ -194,6 +197,8 @@ class HashEngine:
     def _launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None, *, draws: bool) -> HashStep:
         step = HashStep()
         self.on_launch(rows)
+        wanted = {row.adapter.digest for row in rows if row.adapter is not None}
+        assert not wanted or (self.adapters is not None and wanted <= self.adapters.loaded.keys()), "it is in memory"
         reads, writes = self._named(rows) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
@@ -249,7 +254,8 @@ class HashEngine:
         marks, known, found, replayed = list[bytes](), row.replay, list[TokenDifference](), 0
         scores: list[TokenLogprob] = []
         for position, token in enumerate(tokens, row.start):
-            mark = position_mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
+            read = [bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]]
+            mark = position_mark(read, token, row.adapter)
             for pool in self._spec.pools:
                 self._write(
                     pool, tables[pool.name], position, pool_entries(pool, self._spec.page_tokens, mark), seen[pool.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -28,7 +29,9 @@ from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.adapters import AdapterStore, AdapterWeights
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.sim.fabric.hash_answers import SimGrammars
 from twinpool.sim.fabric.hash_engine import HashEngine, SimDrafter
@@ -108,6 +111,26 @@ class SimSleep:
         self.on_wake = lambda: None
 
 
+class SimAdapters:
+    """Implements `engine.tensors.adapters.AdapterReader`: files take a while to be read."""
+
+    def __init__(self, process: SimProcess, rng: random.Random, wake: Callable[[], None]) -> None:
+        self._process, self._rng, self._wake = process, rng, wake
+
+    def read(self, ref: AdapterRef) -> Future[AdapterWeights]:
+        found = Future[AdapterWeights]()
+
+        def done() -> None:
+            found.set_result(AdapterWeights({}))
+            self._wake()
+
+        self._process.later(self._rng.expovariate(5.0), done)
+        return found
+
+    def close(self) -> None:
+        """Nothing is waited for."""
+
+
 @dataclass(frozen=True)
 class BuiltWorker:
     """A worker, and the parts of it that are checked at the end of a run."""
@@ -168,6 +191,10 @@ def build(
     setup = WorkerSetup(
         name, incarnation, config, engine, manager, sender, sleep, CONTEXT, agenda, lambda s: None, SimGrammars()
     )
+    if config.adapters.used:
+        reader = SimAdapters(process, world.rng, sleep.wake)
+        hashing.adapters = AdapterStore(config.adapters.max_loaded, reader)
+        setup = replace(setup, adapters=hashing.adapters)
     if role is Role.PREFILL:
         return BuiltWorker(PrefillWorker(setup), manager, own, hashing, followers)
     receiver = KVReceiver(end, config.decode.metadata_slots, verify=cache.verify)

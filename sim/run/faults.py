@@ -441,5 +441,6 @@ def kinds_of(ask: ScenarioRequest, spec: PoolSetSpec) -> list[str]:
         "logprobs": sampling.logprobs is not None,
         "scored": sampling.prompt_logprobs is not None,
         "chosen_again": sampling.choice > 0,
+        "adapted": sampling.adapter is not None,
     }
     return [kind for kind, so in kinds.items() if so]

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.sim.fabric.hash_answers import VOCABULARY, recite
 from twinpool.sim.scenario.scenario import (
     CONTEXT,
@@ -31,6 +32,7 @@ from twinpool.sim.scenario.scenario import (
     sampling_of,
 )
 
+ADAPTERS = ("one", "two", "three")
 STEP_TOKENS = 8
 """Token budget of a prefill step: prompts take several."""
 
@@ -39,6 +41,7 @@ def draw(seed: int) -> Scenario:
     """Draw the plan of a seed. In every third seed, memory is short."""
     rng = random.Random(f"plan {seed}")
     shape = _drafted(random.Random(f"drafts {seed}"), _shape(rng, seed % 3 == 0))
+    shape = _with_adapters(random.Random(f"adapters {seed}"), shape)
     asks = _asks(rng, shape)
     faults = _faults(rng, shape, asks) + _absences(random.Random(f"controller {seed}"), asks)
     faults += _operations(random.Random(f"operations {seed}"), shape, asks)
@@ -67,12 +70,19 @@ def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
 
 
 def _drafted(rng: random.Random, shape: ClusterShape) -> ClusterShape:
-    """Have decode draft tokens, in some plans whose model allows it. From numbers of its own: what else a seed draws
-    stays as it is."""
+    """Have decode draft tokens, in some plans. From numbers of its own: what else a seed draws stays as it is."""
     drafts: dict[str, Any] = {"speculation": "off"}
-    if shape.pools not in ("state", "all") and rng.random() < 0.4:
+    if rng.random() < 0.4:
         drafts = {"draft_tokens": rng.choice((1, 3, 8)), "draft_requests": rng.choice((1, 4, 64))}
     return replace(shape, config=shape.config | {"decode": shape.config["decode"] | drafts})
+
+
+def _with_adapters(rng: random.Random, shape: ClusterShape) -> ClusterShape:
+    """Have workers take adapters, in some plans without ranks; they hold all at once, or one less."""
+    if rng.random() >= 0.25 or (shape.config["prefill"]["tp"], shape.config["decode"]["tp"]) != (1, 1):
+        return shape
+    load = ",".join(f"{name}=/{name}" for name in ADAPTERS)
+    return replace(shape, config=shape.config | {"adapters": {"load": load, "max_loaded": rng.choice((2, 3))}})
 
 
 def _config(rng: random.Random, page: int, pressed: bool) -> dict[str, Any]:
@@ -162,7 +172,19 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         said.append([*words, *recite(spec, prompt, sampling).tokens])
     if shape.pressed:
         asks += rush(rng, shape, len(asks), at)
-    return _of_tenants(_hurried(asks))
+    return _of_tenants(_hurried(_adapted(asks) if "adapters" in shape.config else asks))
+
+
+def _adapted(asks: Sequence[ScenarioRequest]) -> list[ScenarioRequest]:
+    """Let requests be of several adapters, or of none, drawn from what was asked. An adapter's requests have a salt of
+    its own, as the router gives them."""
+    rng, found = random.Random(f"adapters of {asks!r}"), []
+    for ask in asks:
+        name = rng.choice(("", *ADAPTERS))
+        adapter = AdapterRef(name, name * 8, f"/{name}") if name else None
+        sampling = structs.replace(ask.sampling, adapter=adapter)
+        found.append(replace(ask, sampling=sampling, salt=adapter.salted(ask.salt)) if adapter is not None else ask)
+    return found
 
 
 def _of_tenants(asks: Sequence[ScenarioRequest]) -> tuple[ScenarioRequest, ...]:

@@ -29,9 +29,10 @@ from twinpool.contracts.checkpoint.adapter_files import adapter_ref, read_adapte
 from twinpool.contracts.config.worker_config import AdaptersConfig
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
+from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.runner.graphs.step_graphs import StepGraphs
-from twinpool.engine.tensors.adapters import AdapterStore, load_adapter
+from twinpool.engine.tensors.adapters import AdapterFolders, AdapterStore, load_adapter
 
 LOGPROBS = structs.replace(GREEDY, logprobs=5)
 FUSED = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
@@ -45,10 +46,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return cache(lambda name, dtype="float32": EVERY[name](base / f"{name}-{dtype}", dtype=dtype))
 
 
+def store_of(settings: AdaptersConfig, decoder: Decoder) -> AdapterStore:
+    files = AdapterFolders(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    return AdapterStore(settings.max_loaded, files)
+
+
 def bench_with(folder: Path, root: Path, **options: Any) -> Bench:
     bench = Bench(folder, **options)
     decoder, settings = bench.engine.decoder, AdaptersConfig(roots=str(root))
-    bench.engine.adapters = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    bench.engine.adapters = store_of(settings, decoder)
     return bench
 
 
@@ -214,7 +220,7 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
     """Requests for two adapters are gone before these are read: a worker that may hold two loads a third one."""
     paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    store = store_of(settings, decoder)
     refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
     assert [store.wants(ref) for ref in refs[:2]] == [False, False]
     until(lambda: store.wants(refs[2]), "the third one to be read")
@@ -227,7 +233,7 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
 def test_the_least_recently_wanted_makes_way_and_leaves_memory(made: Callable[..., Path], tmp_path: Path) -> None:
     paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    store = store_of(settings, decoder)
     refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
     for ref in (refs[0], refs[1], refs[0]):
         until(lambda ref=ref: store.wants(ref), "each to be read")  # type: ignore[misc]
@@ -243,7 +249,7 @@ def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
     """What wants it is told each time, and it takes no place of others meanwhile."""
     path, other = (make_adapter(tmp_path / name, made("llama"), 4, seed=len(name)) for name in ("a", "other"))
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=1)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    store = store_of(settings, decoder)
     ref, another = (adapter_ref(one.name, str(one), [str(tmp_path)], 64) for one in (path, other))
 
     def ends(wanted: AdapterRef) -> str:
@@ -272,7 +278,7 @@ def test_an_adapter_for_which_there_is_no_memory_is_refused_and_loaded_once_ther
 ) -> None:
     path = make_adapter(tmp_path / "a", made("llama"), 4)
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=1)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    store = store_of(settings, decoder)
     ref = adapter_ref("a", str(path), [str(tmp_path)], 64)
 
     def full(*_: object) -> object:

@@ -34,7 +34,7 @@ OFTEN = {
     "held_open": 1, "logprobs": 20, "scored": 10, "chosen_again": 10, "late_orders": 100, "cancelled_running": 1,
     "damaged_writes": 2, "damaged_metadata": 2, "damaged_notices": 2, "killed_in_write": 1,
     "stores_failed": 2, "stores_truncated": 2, "stores_reordered": 2, "shed": 5, "refused_early": 3,
-    "came_back": 20, "resumed_elsewhere": 10, "reconnects": 40, "superseded": 3,
+    "came_back": 20, "adapted": 20, "resumed_elsewhere": 10, "reconnects": 40, "superseded": 3,
 }  # fmt: skip
 """How often the chosen seeds meet each kind of thing at least."""
 
@@ -93,8 +93,8 @@ def test_plans_draw_all_that_they_can_draw() -> None:
                  "prompt_logprobs", "choice"):  # fmt: skip
         assert sum(getattr(ask, name) != getattr(plain, name) for ask in asks) >= 20, name
     drawn = {name for name in SamplingParams.__struct_fields__ if len({getattr(ask, name) for ask in asks}) > 1}
-    # No simulated worker has adapters, or answers with a vector: nothing that a simulation looks for hangs on these.
-    unsimulated = {"adapter", "pooling"}
+    # No simulated worker answers with a vector: nothing that a simulation looks for hangs on it.
+    unsimulated = {"pooling"}
     assert drawn == set(SamplingParams.__struct_fields__) - unsimulated, (
         "a parameter that no plan draws isn't simulated"
     )

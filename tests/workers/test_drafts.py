@@ -121,14 +121,17 @@ def test_answers_with_drafts_are_those_without_on_devices_that_are_late(model: P
         device.settle()
 
 
-def test_pages_of_answers_with_drafts_are_what_the_next_turn_goes_on_from(model: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1"])
+def test_pages_of_answers_with_drafts_are_what_the_next_turn_goes_on_from(kind: str, tmp_path: Path) -> None:
     """Nothing of a rejected draft is in the tree: the conversation goes on as one without drafts does."""
-    turns = []
+    turns, folder = [], FAMILIES[kind](tmp_path / kind)
     for decode in ({"speculation": "off"}, DRAFTS):
-        with pair(model, tokens=2048, decode=decode, cache={"page_tokens": 4}) as both:
-            conversation = list(asks()[0][0])
-            for _ in range(3):
-                (answer,) = both.run(both.submit(conversation, asks()[0][1]))
+        with pair(folder, tokens=2048, decode=decode, cache={"page_tokens": 4}) as both:
+            conversation = [17, 40, 53] * 4
+            for _ in range(4):
+                (answer,) = both.run(both.submit(conversation, LIMITED[0]))
                 both.settle()
                 conversation += [*answer.list, 5, 6]
             assert answer.progress[Role.DECODE].cached_tokens > 0

@@ -21,6 +21,7 @@ from twinpool.worker.request_gate import ADAPTER_WAIT_S, RequestGate
 from twinpool.worker.request_table import AdmissionRefusal
 
 ONE, OTHER = SessionId(1), SessionId(2)
+UNOWNED_S = 40.0
 STARTED = StartedGrammar(cast(Any, object()), cast(Any, object()))
 
 
@@ -62,7 +63,7 @@ class Adapters:
 class Scene:
     def __init__(self) -> None:
         self.compilers, self.adapters, self.clock, self.wakes = Compilers(), Adapters(), ManualClock(), 0
-        self.gate = RequestGate(cast(Any, self.compilers), self.clock, self.wake, cast(Any, self.adapters))
+        self.gate = RequestGate(cast(Any, self.compilers), self.clock, self.wake, cast(Any, self.adapters), UNOWNED_S)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -202,10 +203,15 @@ def test_a_model_without_text_refuses_grammars_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("way", ["drop_session", "detach"])
-def test_a_request_with_a_name_waits_on_for_nobody(scene: Scene, way: str) -> None:
+@pytest.mark.parametrize("deadline_s", [UNOWNED_S - 1, 600.0])
+def test_a_request_with_a_name_waits_on_for_nobody_and_is_computed_for_nobody_for_a_while(
+    scene: Scene, way: str, deadline_s: float
+) -> None:
+    """Its pages may be held for a decode worker of which nobody says that it is gone."""
     for request, name in (("kept", AnswerName("k", "b", 0, 7)), ("plain", None)):
         tokens, sampling = (1, 2), SamplingParams(4, grammar="g")
-        command = Submit(RequestId(request), 0, RoomId("room"), tokens, 2, sampling, None, name=name)
+        room = RoomId("room")
+        command = Submit(RequestId(request), 0, room, tokens, 2, sampling, None, deadline_s=deadline_s, name=name)
         assert scene.gate.holds(ONE, command) is True
     if way == "drop_session":
         scene.gate.drop_session(ONE)
@@ -216,7 +222,10 @@ def test_a_request_with_a_name_waits_on_for_nobody(scene: Scene, way: str) -> No
     assert len(scene.gate) == 1
     for future in scene.compilers.futures[:1]:
         future.set_result(STARTED)
-    assert [(session, request) for session, request, _ in scene.passed()] == [(UNOWNED, "kept")]
+    ((session, passed, _),) = scene.gate.passed()
+    assert (session, passed.request_id) == (UNOWNED, "kept")
+    assert isinstance(passed, Submit)
+    assert passed.deadline_s == min(deadline_s, UNOWNED_S)
 
 
 def test_a_request_waits_for_its_adapter_and_passes_where_another_can_not_have_its_own(scene: Scene) -> None:
@@ -238,7 +247,8 @@ def test_a_request_waits_for_its_adapter_and_passes_where_another_can_not_have_i
 def test_a_request_waits_for_room_for_its_adapter_so_long_and_never_beyond_its_deadline(scene: Scene) -> None:
     for name, deadline_s in (("long", 100.0), ("short", 5.0)):
         assert scene.gate.holds(ONE, adapted(name, "of none", deadline_s=deadline_s)) is True
-    for seconds, name in ((5.0, "short"), (ADAPTER_WAIT_S, "long")):
+    in_time, no_room = (ErrorKind.DEADLINE, "could not be read in time"), (ErrorKind.ADAPTER, "no room for its adapter")
+    for seconds, name, (kind, why) in ((5.0, "short", in_time), (ADAPTER_WAIT_S, "long", no_room)):
         assert scene.gate.next_deadline == seconds
         scene.clock.advance(seconds - 1 - scene.clock.now())
         assert scene.passed() == []
@@ -246,7 +256,7 @@ def test_a_request_waits_for_room_for_its_adapter_so_long_and_never_beyond_its_d
         over = scene.passed()
         assert [ended for _, ended, _ in over] == [name]
         assert isinstance(said := over[0][2], AdmissionRefusal)
-        assert (said.kind, "no room for its adapter" in said.message) == (ErrorKind.ADAPTER, True)
+        assert (said.kind, why in said.message) == (kind, True)
     assert scene.gate.next_deadline is None
 
 

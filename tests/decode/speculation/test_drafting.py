@@ -324,9 +324,9 @@ def test_a_request_says_where_its_drafts_and_lengths_disagree() -> None:
 
 @pytest.mark.parametrize("kind", ["full+state", "all"])
 def test_drafts_of_recurrent_states_end_before_their_block_of_16_positions_does(kind: str) -> None:
-    """And at no page boundary, where a snapshot would be taken of what may not come to be. The pages are of 4."""
-    for wrong in ((), (1,), (2, 5)):
-        parts, drafter = drafting(wrong, kind=kind, draft_tokens=12, pages=128)
+    """And no snapshot is taken of what may not come to be. The pages are of 4 positions."""
+    for wrong, most in (((), 12), ((1,), 12), ((2, 5), 12), ((), 2)):
+        parts, drafter = drafting(wrong, kind=kind, draft_tokens=most, pages=128)
         (request,) = parts.run("a", most=80)
         drafter.known(request, 80)
         want, rows = drafter.right(request), list[tuple[int, int]]()
@@ -339,8 +339,11 @@ def test_drafts_of_recurrent_states_end_before_their_block_of_16_positions_does(
             list(parts.steps.landed(go_on=False))
         assert request.tokens == want[: len(request.tokens)], wrong
         drafted = [(at, at + 1 + drafts) for at, drafts in rows if drafts]
-        assert max(end - at for at, end in drafted) > (3 if wrong else 8)
-        assert all(at // 16 == end // 16 and end % 4 for at, end in drafted)
+        sure = {at + 1 for at, drafts in rows if not drafts}
+        assert {kept.depth * 4 for kept in request.held.snapshots["state"]} <= sure
+        assert max(end - at for at, end in drafted) > (2 if wrong or most == 2 else 8)
+        assert all(at // 16 == end // 16 for at, end in drafted)
+        assert most == 12 or any(end % 4 == 0 for _, end in drafted)
 
 
 def test_the_last_of_16_positions_is_no_draft_of_a_recurrent_state() -> None:
