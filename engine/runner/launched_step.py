@@ -239,10 +239,12 @@ class LaunchedStep:
                     nonfinite=outputs[number].nonfinite or computed.damaged(number),
                     embedding=() if embedding_h is None else tuple(embedding_h.tolist()),
                 )
-        for number, (row, first) in enumerate(zip(self.rows, self.planned.shape.offsets[:-1].tolist(), strict=True)):
-            if row.routed:
-                experts = computed.routed(first, int(self.planned.shape.counts[number]))
-                outputs[number] = with_experts(outputs[number], experts, row.drafted)
+        if computed.experts_tlk is not None:
+            shape = self.planned.shape
+            for number, row in enumerate(self.rows):
+                if row.routed:
+                    experts = computed.routed(int(shape.offsets[number]), int(shape.counts[number]))
+                    outputs[number] = with_experts(outputs[number], experts, row.drafted)
         return outputs
 
 
