@@ -111,7 +111,8 @@ class ScriptedModel:
             script.matcher.consume([wanted])
         return wanted
 
-    def logprob(self, token: int, count: int) -> TokenLogprob:
+    def logprob(self, token: int, count: int, *, routed: bool) -> TokenLogprob:
+        assert not routed, "nobody asks for experts here"
         top = tuple(((token + number) % self._vocab, -token / 1000 - number) for number in range(count))
         return TokenLogprob(token, -token / 1000, top)
 

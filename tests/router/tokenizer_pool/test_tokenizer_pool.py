@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.router.http_server import DEMO, demo_spec, eventually
+from twinpool.contracts.checkpoint.model_spec import Pooling
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.sampling_params import AdapterRef
@@ -305,6 +306,7 @@ BODIES: dict[FrameKind, dict[str, Any]] = {
     FrameKind.GENERATE: {"token_ids": [5, 6, 7] * 40},
     FrameKind.SCORE: {"text_1": "hello " * 40, "text_2": "there " * 40},
     FrameKind.RERANK: {"query": "hello " * 40, "documents": ["there " * 40]},
+    FrameKind.CLASSIFY: {"input": "hello " * 40},
 }
 
 
@@ -312,8 +314,13 @@ BODIES: dict[FrameKind, dict[str, Any]] = {
 def test_nobody_finds_what_is_cached_of_another_by_any_endpoint(
     model_tokenizer: ModelTokenizer, kind: FrameKind
 ) -> None:
+    spec = demo_spec()
+    if kind is FrameKind.CLASSIFY:
+        spec = dataclasses.replace(spec, pooling=Pooling(labels=("good", "bad")))
+    reader = BodyReader(spec, model_tokenizer, RouterConfig())
+
     def keys(tenant: str) -> bytes:
-        said, frame = answer(intake(model_tokenizer), kind, json.dumps(BODIES[kind]).encode(), tenant)
+        said, frame = answer(reader, kind, json.dumps(BODIES[kind]).encode(), tenant)
         assert said is FrameKind.PREPARED
         return prepared_of(frame).prompts[0].hashes.raw
 
