@@ -288,6 +288,8 @@ async def test_a_call_that_the_end_of_its_connection_cancels_is_an_error_and_no_
             await asking
         with pytest.raises(CallFailed):
             await channel.call(WORKER_STATUS, Empty(), WAIT_S)
+        # Else the server would stop under a handler that grpc is about to cancel, which grpc calls an exception.
+        await asyncio.wait_for(worker.over.wait(), WAIT_S)
 
 
 async def test_a_task_that_is_cancelled_while_it_calls_is_cancelled_and_so_is_what_it_asked() -> None:
