@@ -13,9 +13,18 @@ from rich.console import Console
 
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.device_choice import GpuView
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cluster.assembly.memory_plan import (
+    LargestStage,
+    MemoryPlan,
+    PoolPlan,
+    largest_stage,
+    state_options,
+)
 from twinpool.cluster.assembly.node_shares import (
     PROCESS_BYTES,
     CardFacts,
+    CardParts,
     MemoryShort,
     NodeFacts,
     _measure,
@@ -32,6 +41,7 @@ from twinpool.cluster.serve.terminal import node_table, pool_table
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.engine.models.registry import read_model
 
 GIB = 1 << 30
 SEEN = GpuView(2, "", True)
@@ -80,6 +90,45 @@ def test_pools_take_their_share_of_what_is_free_on_a_card_after_weights_process_
     budget = small.here.device_bytes[Role.DECODE]
     page = small.here.plans[Role.DECODE].nbytes / small.here.plans[Role.DECODE].counts["full"]
     assert budget - 2 * page < small.here.plans[Role.DECODE].nbytes <= budget
+
+
+def test_a_rank_has_its_part_of_weights_and_pools_and_a_stage_that_of_the_largest() -> None:
+    """Prefill has two ranks with half of everything each; decode three stages, of which one has most of the weights and
+    one most of the pools."""
+    roles = (Role.PREFILL, Role.DECODE)
+    parts = CardParts(
+        10 * GIB, {Role.PREFILL: 2, Role.DECODE: 3}, dict.fromkeys(roles, 0.5), 4 * GIB, dict.fromkeys(roles, GIB),
+        {Role.DECODE: LargestStage(0.75, 0.625)},
+    )  # fmt: skip
+    left = {role: 10 * GIB - PROCESS_BYTES - GIB - weights * GIB for role, weights in zip(roles, (2, 3), strict=True)}
+    fits = {Role.PREFILL: left[Role.PREFILL] * 2, Role.DECODE: left[Role.DECODE] * 8 // 5}
+    assert {role: parts.budget(role) for role in roles} == {role: nbytes // 2 for role, nbytes in fits.items()}
+
+    def plan(nbytes: int) -> MemoryPlan:
+        return MemoryPlan((PoolPlan("full", PoolKind.FULL, 1, nbytes, ""),), 1, 16)
+
+    assert parts.short({role: plan(nbytes) for role, nbytes in fits.items()}) == ""
+    for role, weights, pools in ((Role.PREFILL, "2,048", "6,656"), (Role.DECODE, "3,072", "5,760")):
+        said = parts.short({role: plan(fits[role] + GIB)})
+        assert f"a {role} worker needs about" in said
+        assert f"({weights} MiB of weights, pools of {pools} MiB, 1,024 MiB for steps)" in said
+
+
+def test_stages_of_one_role_are_planned_by_their_largest_and_the_other_role_as_before() -> None:
+    """Two stages of the demo have half of its pools each, and the larger one two thirds of its weights."""
+    assignments = ["decode.pp=2", "prefill.cache.device_share=0.5", "decode.cache.device_share=0.5"]
+    found = planned(4 * GIB, 4 * GIB, 4 * GIB, assignments=assignments)
+    model = read_model(Path(found.spec.path))
+    pool_set = model.pool_set(state_options(model.spec, found.config, Role.DECODE))
+    largest = largest_stage(found.spec, pool_set, found.config.engine, 2)
+    assert (round(largest.weights, 2), largest.pools) == (0.66, 0.5)
+    assert found.here.dealt == {"prefill-0": (0,), "decode-0": (1, 2)}
+    for role, weights, ranks in (
+        (Role.PREFILL, found.weights, 1),
+        (Role.DECODE, int(largest.weights * found.weights), 2),
+    ):
+        left = 4 * GIB - PROCESS_BYTES - found.here.steps[role].nbytes - weights
+        assert found.here.device_bytes[role] == left // 2 * ranks
 
 
 def test_a_share_can_be_set_by_role() -> None:
