@@ -266,7 +266,10 @@ class Autoscaler:
         self._counts["starts_failed"] += 1
         for one in (row, *self._table.other_sharers(row)):  # None of them serves without it.
             self._starts.pop(one.name, None)
-            if one.wanted and not one.serves:
+            if one.wanted and one.serves:
+                self._sent.add(one.name)
+                self._core.pools.drain(one.name)
+            elif one.wanted:
                 self._give_up(one.name)
         if start.was is not None and start.was is not role:
             back = self._bring_back(row.name, start.was)

@@ -195,6 +195,21 @@ def test_starts_of_those_that_share_their_experts_are_taken_back_and_fail_togeth
     assert site.tick(wait_s) == []
 
 
+def test_one_that_served_already_leaves_with_those_whose_start_has_failed_that_share_its_experts() -> None:
+    site = Site(together=2)
+    site.decides(GrowPool(DECODE, 2, WHY))
+    first, second = site.tick()
+    site.register(first)
+    site.tick(site.config.autoscaling.period_s)
+    site.core.died(second.name, second.incarnation, "no memory")
+    site.tick(site.config.autoscaling.period_s)
+    assert site.core.table.rows[first.name].drains, "none of them serves alone"
+    assert (site.count("starts_failed"), site.backs_off, site.autoscaler.view().held_s) == (1, [DECODE], 0.0)
+    site.core.died(first.name, first.incarnation, "the other one is gone")
+    assert site.tick(Config().autoscaling.start_wait_s) == []
+    assert site.roles() == BEFORE, "nobody waits for who was given up"
+
+
 def test_who_leaves_by_its_order_is_no_operators_drain_and_whoever_else_leaves_is() -> None:
     site = Site()
     site.decides(ShrinkPool(DECODE, 1, WHY))
