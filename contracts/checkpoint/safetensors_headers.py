@@ -198,7 +198,6 @@ def _check_ranges(path: Path, start: int, size: int, headers: Mapping[str, Tenso
             )
 
 
-@lru_cache(maxsize=64)
 def weights_folder(path: str, roots: str) -> Path:
     """The folder of weights that `path` names, with all links followed. Raises `CheckpointError` where it lies below
     none of `roots` (`engine.weight_roots`); in the same words whether or not there is anything."""
@@ -230,22 +229,27 @@ def check_alike(folder: Path, found: Mapping[str, TensorHeader], wanted: Mapping
 
 
 def same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
-    """Whether two tensors are stored with the same bytes. Takes a second for each GB that is the same; raises
-    `CheckpointError` for a file that can't be read."""
+    """Whether two tensors are stored with the same bytes. Takes a second for each GB that is the same, once as long as
+    their files aren't written anew; raises `CheckpointError` for a file that can't be read."""
     try:
-        with one.file.open("rb") as first, two.file.open("rb") as second:
-            first.seek(one.begin)
-            second.seek(two.begin)
-            left = one.end - one.begin
-            if left != two.end - two.begin:
-                return False
-            while left > 0:
-                size = min(left, _COMPARED)
-                if first.read(size) != second.read(size):
-                    return False
-                left -= size
+        return _same_bytes(one, two, one.file.stat().st_mtime_ns, two.file.stat().st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"cannot read {one.file} or {two.file}: {error.strerror}") from None
+
+
+@lru_cache(maxsize=64)
+def _same_bytes(one: TensorHeader, two: TensorHeader, _written: int, _other_written: int) -> bool:
+    with one.file.open("rb") as first, two.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(two.begin)
+        left = one.end - one.begin
+        if left != two.end - two.begin:
+            return False
+        while left > 0:
+            size = min(left, _COMPARED)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
     return True
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from twinpool.contracts.checkpoint.safetensors_headers import INDEX, digest_samples, read_file_headers, read_headers
+from twinpool.contracts.checkpoint.safetensors_headers import (
+    INDEX,
+    digest_samples,
+    read_file_headers,
+    read_headers,
+    same_bytes,
+    weights_folder,
+)
 from twinpool.contracts.errors import CheckpointError
 
 
@@ -112,3 +119,24 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> 
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="names a file that isn't in its folder"):
         read_headers(folder)
+
+
+def test_two_tensors_are_compared_again_where_their_file_is_written_anew(tmp_path: Path) -> None:
+    for second, written in ((1, 1), (2, 2), (1, 3)):
+        path = write(tmp_path / "x", {"a": entry(0, 8), "b": entry(8, 16)}, bytes([1] * 8 + [second] * 8))
+        os.utime(path, ns=(written, written))
+        headers = read_file_headers(path)
+        assert same_bytes(headers["a"], headers["b"]) is (second == 1)
+
+
+def test_a_link_to_weights_is_followed_each_time_that_it_is_asked_for(tmp_path: Path) -> None:
+    roots, link = tmp_path / "roots", tmp_path / "roots" / "latest"
+    for folder in (roots / "one", roots / "two", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+        if folder.is_relative_to(roots):
+            assert weights_folder(str(link), str(roots)) == folder.resolve()
+        else:
+            with pytest.raises(CheckpointError, match="below none of"):
+                weights_folder(str(link), str(roots))
