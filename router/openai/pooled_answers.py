@@ -237,14 +237,15 @@ class ClassWriter(EmbeddingWriter):
         self._classes: dict[int, dict[str, Any]] = {}
 
     def take(self, index: int, vector: Sequence[float]) -> None:
-        """Take the logits of a prompt's classes."""
+        """Take the logits of a prompt's classes. Raises `ValueError` where there are more or fewer."""
+        best, label = max(zip(vector, self._form.labels, strict=True), key=lambda pair: pair[0])
         probs = list(vector)
         if self._form.activation == "sigmoid":
             probs = [_sigmoid(logit) for logit in vector]
         elif self._form.activation == "softmax":
-            powers = [math.exp(logit - max(vector)) for logit in vector]
-            probs = [power / math.fsum(powers) for power in powers]
-        label = self._form.labels[max(range(len(probs)), key=lambda at: (vector[at], -at))]
+            powers = [math.exp(logit - best) for logit in vector]
+            total = math.fsum(powers)
+            probs = [power / total for power in powers]
         self._classes[index] = {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
     def whole(self, twinpool: object | None) -> list[bytes]:
@@ -282,8 +283,7 @@ def read_score(
         )
     pairs = [(lefts[0] if len(lefts) == 1 else lefts[at], right) for at, right in enumerate(rights)]
     request = _without_texts(body, values, spec, pooling, adapters, ignored)
-    form = EmbeddingFormat(second, pairs=PairFormat("score"))
-    return _with_pairs(request, form, pairs, pooling, tokenizer, values)
+    return _with_pairs(request, second, PairFormat("score"), pairs, pooling, tokenizer, values)
 
 
 def read_rerank(
@@ -303,8 +303,8 @@ def read_rerank(
     texts = _texts(documents, "documents")
     request = _without_texts(body, values, spec, pooling, adapters, ignored)
     shown = tuple(texts) if values["return_documents"] else ()
-    form = EmbeddingFormat("documents", pairs=PairFormat("rerank", top_n=values.get("top_n"), documents=shown))
-    return _with_pairs(request, form, [(query, text) for text in texts], pooling, tokenizer, values)
+    asked, pairs = PairFormat("rerank", top_n=values.get("top_n"), documents=shown), [(query, text) for text in texts]
+    return _with_pairs(request, "documents", asked, pairs, pooling, tokenizer, values)
 
 
 def _given(body: Mapping[str, Any], newer: str, older: str) -> str:
@@ -346,17 +346,18 @@ def _without_texts(
 
 def _with_pairs(
     request: GenerateRequest,
-    form: EmbeddingFormat,
+    field: str,
+    asked: PairFormat,
     pairs: Sequence[tuple[str, str]],
     pooling: Pooling,
     tokenizer: ModelTokenizer,
     values: Mapping[str, Any],
 ) -> GenerateRequest:
-    """Return the request with prompts by which each of `pairs` gets its score."""
-    assert form.pairs is not None
+    """Return the request with prompts by which each of `pairs` gets its score. `field`: of the body, with the second
+    texts."""
     instruction, activated = values.get("instruction"), values.get("use_activation")
     if pooling.labels:
-        return _with_classified(request, form, form.pairs, pairs, pooling, tokenizer, values)
+        return _with_classified(request, field, asked, pairs, pooling, tokenizer, values)
     if activated is not None:
         message = "use_activation is for models with a head for classes, and this one has none"
         raise RequestError(message, param="use_activation")
@@ -365,7 +366,8 @@ def _with_pairs(
             raise RequestError("instruction is for rerankers: write it into the text here", param="instruction")
         at: dict[str, int] = {}
         places = tuple((at.setdefault(left, len(at)), at.setdefault(right, len(at))) for left, right in pairs)
-        return replace(request, prompts=tuple(at), embedding=replace(form, pairs=replace(form.pairs, places=places)))
+        form = EmbeddingFormat(field, pairs=replace(asked, places=places))
+        return replace(request, prompts=tuple(at), embedding=form)
     if request.truncate_prompt_tokens is not None:
         message = "a reranker's prompt isn't cut: shorten the texts"
         raise RequestError(message, param="truncate_prompt_tokens")
@@ -374,19 +376,19 @@ def _with_pairs(
         message = f"config.json's classifier_from_token: {' and '.join(map(repr, pooling.judge))} are one token"
         raise RequestError(f"{message} of this model: it can't judge by them", param="model")
     ids = tuple(sorted((no, yes)))
-    judged = replace(form.pairs, places=tuple((n, n) for n in range(len(pairs))), yes_at=ids.index(yes))
+    judged = replace(asked, places=tuple((n, n) for n in range(len(pairs))), yes_at=ids.index(yes))
     return replace(
         request,
         prompts=tuple(_judged(instruction or _INSTRUCT, *pair, tokenizer) for pair in pairs),
         add_special_tokens=False,
-        embedding=replace(form, pairs=judged),
+        embedding=EmbeddingFormat(field, pairs=judged),
         sampling=structs.replace(request.sampling, pooling=JUDGED, allowed_token_ids=ids),
     )
 
 
 def _with_classified(
     request: GenerateRequest,
-    form: EmbeddingFormat,
+    field: str,
     asked: PairFormat,
     pairs: Sequence[tuple[str, str]],
     pooling: Pooling,
@@ -401,12 +403,12 @@ def _with_classified(
         if values.get(name) is not None:
             raise RequestError(f"{name} isn't for models that judge a pair as it is given", param=name)
     raw = not values.get("use_activation", not pooling.raw_scores)
-    places = tuple((n, n) for n in range(len(pairs)))
+    scored = replace(asked, places=tuple((n, n) for n in range(len(pairs))))
     special = values["add_special_tokens"]
     return replace(
         request,
-        prompts=tuple(tokenizer.encode_pair(*pair, add_special=special, param=form.field) for pair in pairs),
-        embedding=replace(form, pairs=replace(asked, places=places), activation="none" if raw else "sigmoid"),
+        prompts=tuple(tokenizer.encode_pair(*pair, add_special=special, param=field) for pair in pairs),
+        embedding=EmbeddingFormat(field, pairs=scored, activation="none" if raw else "sigmoid"),
         sampling=structs.replace(request.sampling, pooling=CLASSES),
     )
 
@@ -441,12 +443,14 @@ class PairWriter(EmbeddingWriter):
 
     def take(self, index: int, vector: Sequence[float]) -> None:
         """Take what a prompt's worker sent: its embedding, the logits of the two tokens of a judgement, or that of its
-        class."""
+        class. Raises `ValueError` where it is none of these."""
         if self._pairs.yes_at is not None:
-            self._scores[index] = _sigmoid(vector[self._pairs.yes_at] - vector[1 - self._pairs.yes_at])
+            no, yes = vector if self._pairs.yes_at else reversed(vector)
+            self._scores[index] = _sigmoid(yes - no)
             return
         if self._form.activation:
-            self._scores[index] = _sigmoid(vector[0]) if self._form.activation == "sigmoid" else vector[0]
+            (logit,) = vector
+            self._scores[index] = _sigmoid(logit) if self._form.activation == "sigmoid" else logit
             return
         self._vectors[index] = embedding_of(vector, EmbeddingFormat()).astype(np.float64)
         for number in self._of[index]:
@@ -472,3 +476,10 @@ class PairWriter(EmbeddingWriter):
         if twinpool is not None:
             told["twinpool"] = twinpool
         return [compact_json(told).encode()]
+
+
+def pooled_writer(form: EmbeddingFormat, answer_id: str, created: int, model: str) -> EmbeddingWriter:
+    """What writes such an answer."""
+    if form.pairs is not None:
+        return PairWriter(form, form.pairs, answer_id, created, model)
+    return ClassWriter(form, answer_id, created, model) if form.labels else EmbeddingWriter(form, model)

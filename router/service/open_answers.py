@@ -34,7 +34,7 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import NoWorkers, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
-from twinpool.router.openai.pooled_answers import ClassWriter, EmbeddingWriter, PairWriter
+from twinpool.router.openai.pooled_answers import EmbeddingWriter, pooled_writer
 from twinpool.router.openai.request_headers import NO_HEADERS, NO_TRACE, RequestHeaders, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
 from twinpool.router.openai.response_writer import ResponseWriter
@@ -162,10 +162,7 @@ class OpenedRequest:
 
     def _writer(self, created: int, model: str, tokenizer: ModelTokenizer) -> AnswerWriter:
         if self.request.embedding is not None:
-            form = self.request.embedding
-            if form.pairs is not None:
-                return PairWriter(form, form.pairs, self.id, created, model)
-            return ClassWriter(form, self.id, created, model) if form.labels else EmbeddingWriter(form, model)
+            return pooled_writer(self.request.embedding, self.id, created, model)
         match self.request.shape:
             case "anthropic":
                 return MessagesWriter(self.id, model)
@@ -333,13 +330,11 @@ class OpenAnswers:
 
     def deliver(self, action: DeliverTokens) -> bool:
         """Give tokens to the client of their choice. Returns whether the router core was told something by it."""
-        owner = self.owners.get(action.request_id)
-        if owner is None:
+        if (owner := self.owners.get(action.request_id)) is None:
             return False
         stream, choice = owner
         told = False
-        now = self._clock.now()
-        self._metrics.tally.tokens(choice, len(action.tokens), now)
+        self._metrics.tally.tokens(choice, len(action.tokens), self._clock.now())
         if stream.tenant:
             self._admission.tenants.spend(stream.tenant, len(action.tokens))
         if self._watch is not None:
@@ -353,10 +348,7 @@ class OpenAnswers:
             else:
                 stream.push(choice.take(action.tokens, action.logprobs))
         except Exception:  # A fault in one answer's text must not end the others.
-            log("answer failed", trace=True, request_id=stream.id)
-            choice.fail("the router failed to turn tokens into text")
-            self._core.cancel(action.request_id)
-            self._close(stream, choice)
+            self._fail(stream, choice, "the router failed to turn tokens into text")
             return True
         if choice.finish is not None:
             self._core.cancel(action.request_id, finished=True)
@@ -370,18 +362,20 @@ class OpenAnswers:
 
     def note(self, action: PromptAction) -> None:
         """Note the scores of a choice's prompt, or give its embedding to what writes the answer."""
-        owner = self.owners.get(action.request_id)
-        if owner is None:
+        if (owner := self.owners.get(action.request_id)) is None:
             return
+        stream, choice = owner
         if isinstance(action, DeliverScores):
-            owner[1].scores = action.scores
-        elif isinstance(owner[0].answer, EmbeddingWriter):
-            owner[0].answer.take(owner[1].index, action.vector)
+            choice.scores = action.scores
+        elif isinstance(stream.answer, EmbeddingWriter):
+            try:
+                stream.answer.take(choice.index, action.vector)
+            except Exception:
+                self._fail(stream, choice, f"the worker sent {len(action.vector)} numbers, which are no such answer")
 
     def end(self, action: EndRequest) -> None:
         """End a choice as its worker or the router core has."""
-        owner = self.owners.get(action.request_id)
-        if owner is None:
+        if (owner := self.owners.get(action.request_id)) is None:
             return
         stream, choice = owner
         try:
@@ -391,8 +385,7 @@ class OpenAnswers:
             elif piece is not None:
                 stream.push(piece)
         except Exception:
-            log("answer failed", trace=True, request_id=stream.id)
-            choice.fail("the router failed to turn tokens into text")
+            return self._fail(stream, choice, "the router failed to turn tokens into text")
         self._close(stream, choice)
 
     def check(self) -> Iterator[str]:
@@ -416,6 +409,13 @@ class OpenAnswers:
         for stream in {id(stream): stream for stream, _ in self.owners.values() if stream.answer_key}.values():
             if not stream.over and self._claims.stream_of(stream.answer_key) is not stream:
                 yield f"the answer {stream.id} goes on and its claim is another's"
+
+    def _fail(self, stream: ResponseStream, choice: ChoiceOutput, message: str) -> None:
+        """End a choice of which the answer can't be made, for the exception that is being handled."""
+        log("answer failed", trace=True, request_id=stream.id)
+        choice.fail(message)
+        self._core.cancel(choice.request.id)
+        self._close(stream, choice)
 
     def _close(self, stream: ResponseStream, choice: ChoiceOutput) -> None:
         choice.ended_at = self._clock.now()

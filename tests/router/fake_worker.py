@@ -94,8 +94,8 @@ def embedding(tokens: Sequence[int]) -> tuple[float, ...]:
     return (1.0, *(sum(token * (at + way) % 101 for at, token in enumerate(tokens)) - 50.0 for way in range(1, 8)))
 
 
-def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Iterator[list[Event]]:
-    """What prefill says to `submit`, frame by frame."""
+def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0, logits: int = 0) -> Iterator[list[Event]]:
+    """What prefill says to `submit`, frame by frame. `logits`: how many a judgement has; 0: 2, and 3 of classes."""
     key = (submit.request_id, submit.attempt)
     tokens = list(submit.tokens)
     frame: list[Event] = []
@@ -105,8 +105,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
         cached = 0
     if submit.sampling.pooling:
         vector = embedding(submit.tokens)
-        sent = {JUDGED: vector[1:3], CLASSES: vector[1:4]}.get(submit.sampling.pooling, vector)
-        frame.append(Embedding(*key, sent))
+        count = logits or {JUDGED: 2, CLASSES: 3}.get(submit.sampling.pooling, 0)
+        frame.append(Embedding(*key, vector[1 : 1 + count] if count else vector))
     if submit.sampling.max_tokens:
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))
@@ -200,7 +200,7 @@ class FakeWorker:
         self.paused = False
         self.eager = False
         """Decode doesn't wait for the room: its events come before prefill's."""
-        self.cached = 0
+        self.cached = self.logits = 0
         self.refusals: list[ErrorKind] = []
         """Errors that the next submits end in, first first."""
         self.violations: tuple[str, ...] = ()
@@ -285,7 +285,7 @@ class FakeWorker:
             kind = self.refusals.pop(0)
             frames = iter([[Done(*key, "error", error=kind, message=f"planted: {kind}")]])
         elif self.role is Role.PREFILL:
-            frames = prefill_frames(command, self.name, self.cached)
+            frames = prefill_frames(command, self.name, self.cached, self.logits)
         else:
             frames = decode_frames(command, self.name)
         assert command.request_id not in self.legs, "a request is submitted again only after its cancel or end"
@@ -514,7 +514,8 @@ class FakeCluster:
         for worker in self.workers.values():
             worker.node, worker.node_id = "here", ""
             worker.hangs = worker.eager = False
-            worker.cached, worker.refusals, worker.violations = 0, [], ()
+            worker.cached = worker.logits = 0
+            worker.refusals, worker.violations = [], ()
             worker.submits.clear()
             worker.cancels.clear()
             worker.asked.clear()

@@ -273,7 +273,10 @@ def classifier(folder: Path, labels: int, **said: object) -> Path:
 
 
 def classifying(folder: Path) -> AbstractContextManager[Server]:
-    return serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder)))
+    pooling, cluster = read_pooling(folder), FakeCluster(1, 1)
+    for worker in cluster.workers.values():
+        worker.logits = len(pooling.labels)
+    return serving(cluster, spec=demo_spec(path=folder, pooling=pooling))
 
 
 def pair_tokens(server: Server, left: str, right: str) -> list[int]:
@@ -326,6 +329,29 @@ def test_classes_are_told_with_what_the_model_was_trained_by(tmp_path: Path, pro
         assert (one["index"], one["num_classes"], one["label"]) == (n, 3, f"class {logits.argmax()}")
         np.testing.assert_allclose(one["probs"], want, rtol=1e-9)
         np.testing.assert_allclose(plain["probs"], logits, rtol=1e-9)
+
+
+@pytest.mark.parametrize("sent", [1, 4])
+def test_logits_of_another_number_end_their_request_alone(tmp_path: Path, judge: Server, sent: int) -> None:
+    with (
+        classifying(classifier(tmp_path / "classes", 3)) as classes,
+        classifying(classifier(tmp_path / "one", 1)) as one,
+    ):
+        for server, path, body in (
+            (classes, "/classify", {"input": ["a", "b"]}),
+            (one, "/v1/score", {"text_1": "a", "text_2": "b"}),
+            (judge, "/v1/rerank", RERANK),
+        ):
+            workers = server.cluster.workers.values()
+            fine = [worker.logits for worker in workers]
+            for worker in workers:
+                worker.logits = 2 if server is one and sent == 1 else sent
+            error = server.refused(path, body, 503)
+            assert "numbers, which are no such answer" in error["message"]
+            for worker, logits in zip(workers, fine, strict=True):
+                worker.logits = logits
+            assert server.post(path, body).status_code == 200
+            server.at_rest()
 
 
 def test_one_class_has_a_probability_of_its_own() -> None:
