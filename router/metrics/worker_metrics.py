@@ -1,7 +1,8 @@
 """Prometheus metrics of the cluster as this router sees it.
 
-Those of workers are by their last heartbeats and by this router's own books; those of the tiers of their caches by the
-counters of the last heartbeats; those of the KV index as this router reads it; those of the controllers as it is told.
+Those of workers are by their last heartbeats and by this router's own books; those of the tiers of their caches, their
+links and their drafts by the counters of the last heartbeats; those of the KV index as this router reads it; those of
+the controllers as it is told.
 """
 
 from __future__ import annotations
@@ -297,3 +298,99 @@ def control_plane_metrics(reachable: bool, plane: ControlPlane | None) -> Iterat
     yield leader
     yield CounterMetricFamily("twinpool_controller_terms", "Controllers that have led so far", value=plane.term)
     yield GaugeMetricFamily("twinpool_controller_standbys", "Controllers that wait to lead", value=len(plane.standbys))
+
+
+_LINK_COUNTERS = {
+    "writes": ("twinpool_link_writes", "Writes of pages that a worker sent to another"),
+    "bytes": ("twinpool_link_bytes", "Bytes of pages that a worker sent to another"),
+    "busy_s": ("twinpool_link_busy_seconds", "Seconds in which a worker was sending pages to another"),
+    "waited_s": ("twinpool_link_waited_seconds", "Seconds from the post of each write until it had landed, summed"),
+    "opened": ("twinpool_link_opened", "Connections for pages that were opened; all but the first ones are retries"),
+}
+_LINK_GAUGES = {
+    "under_way": ("twinpool_link_under_way", "Writes that are under way, and those that wait"),
+    "waiting": ("twinpool_link_waiting", "Writes that wait until fewer bytes are under way to the same worker"),
+    "in_flight_bytes": ("twinpool_link_in_flight_bytes", "Bytes of pages that are under way"),
+}
+_PLANE = "plane_"
+MAX_LINKS = 1024
+"""With more links than this, those of each worker are summed into one sample, with an empty `to`: links are as many as
+prefill workers times decode workers."""
+
+
+def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
+    """Yield the families, with a sample for each link between workers that are there, or for each worker."""
+    workers = list(workers)
+    summed = sum(key.startswith("link_writes:") for entry in workers for key in entry.status.counters) > MAX_LINKS
+    labels = ["worker", "to"]
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        **{what: CounterMetricFamily(*named, labels=labels) for what, named in _LINK_COUNTERS.items()},
+        **{what: GaugeMetricFamily(*named, labels=labels) for what, named in _LINK_GAUGES.items()},
+    }
+    planes = GaugeMetricFamily(
+        "twinpool_link_info", "1, by the data plane that a link takes", labels=[*labels, "plane"]
+    )
+    for entry in workers:
+        sums: dict[str, float] = {}
+        for key, value in entry.status.counters.items():
+            what, _, to = key.removeprefix("link_").partition(":")
+            if not key.startswith("link_") or not to:
+                continue
+            if what in families and summed:
+                sums[what] = sums.get(what, 0.0) + value
+            elif what in families:
+                families[what].add_metric([str(entry.record.name), to], value)
+            elif what.startswith(_PLANE) and not summed:
+                planes.add_metric([str(entry.record.name), to, what.removeprefix(_PLANE)], value)
+        for what, value in sums.items():
+            families[what].add_metric([str(entry.record.name), ""], value)
+    yield from families.values()
+    yield planes
+
+
+_DRAFTS = {
+    "tokens_drafted": ("twinpool_draft_tokens", "Tokens that were drafted"),
+    "drafts_accepted": ("twinpool_draft_tokens_accepted", "Drafted tokens that were drawn"),
+    "rows_drafted": (
+        "twinpool_draft_rows",
+        "Rows of steps that had drafts: each brought one token more than were drawn",
+    ),
+}
+_DRAFTS_BY_KIND = {
+    "draft_steps_": (
+        "twinpool_draft_steps",
+        "Steps by what drafts were worth in them: `paying`, `without` where none paid, `tried` where some had one",
+        "kind",
+    ),
+    "drafted_at_": ("twinpool_draft_place_tokens", "Tokens that were drafted, by their place in a draft", "place"),
+    "accepted_at_": (
+        "twinpool_draft_place_tokens_accepted",
+        "Drafted tokens that were drawn, by their place in a draft",
+        "place",
+    ),
+}
+
+
+def draft_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
+    """Yield the families, with samples for each worker that runs decode."""
+    families = {key: CounterMetricFamily(*named, labels=["worker"]) for key, named in _DRAFTS.items()}
+    kinds = {
+        key: CounterMetricFamily(name, text, labels=["worker", label])
+        for key, (name, text, label) in _DRAFTS_BY_KIND.items()
+    }
+    gain = GaugeMetricFamily(
+        "twinpool_draft_gain",
+        "Tokens a second that are expected of the latest step with drafts, over those without; 1: none",
+        labels=["worker"],
+    )
+    for entry in workers:
+        for key, family in families.items():
+            if key in entry.status.counters:
+                family.add_metric([str(entry.record.name)], entry.status.counters[key])
+        for counter, value in entry.status.counters.items():
+            at = counter.rfind("_") + 1
+            if counter[:at] in kinds:
+                kinds[counter[:at]].add_metric([str(entry.record.name), counter[at:]], value)
+        if "draft_gain" in entry.status.counters:
+            gain.add_metric([str(entry.record.name)], entry.status.counters["draft_gain"])
+    yield from (*families.values(), *kinds.values(), gain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from twinpool.router.metrics.prometheus_metrics import draft_metrics
+from twinpool.router.metrics.worker_metrics import draft_metrics
 
 
 def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepted() -> None:

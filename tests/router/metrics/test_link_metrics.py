@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from twinpool.router.metrics.prometheus_metrics import MAX_LINKS, link_metrics
+from twinpool.router.metrics.worker_metrics import MAX_LINKS, link_metrics
 
 
 def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
