@@ -427,7 +427,7 @@ class MetricsPage:
         """Begin to listen. Raises `ConfigError`."""
         try:
             return await asyncio.start_server(self.answer, host, port, limit=SCRAPE_BYTES)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(f"can't listen at {host}:{port} for --metrics-port: {error}") from None
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -687,6 +687,9 @@ def test_what_it_has_chosen_and_by_what_is_at_its_metrics() -> None:
     async def work(gateway: Gateway) -> None:
         page = await MetricsPage(gateway.picker).listen("127.0.0.1", 0)
         port = page.sockets[0].getsockname()[1]
+        for wrong in (port, 99999):
+            with pytest.raises(ConfigError, match=f"can't listen at 127.0.0.1:{wrong} for --metrics-port"):
+                await MetricsPage(gateway.picker).listen("127.0.0.1", wrong)
         await gateway.destination(completion())
         await gateway.destination(completion(), **{"idempotency-key": "k"})
         said[TWO[0]], said[TWO[1]] = httpx.Response(200, json=[]), httpx.Response(400)
