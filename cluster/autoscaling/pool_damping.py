@@ -150,9 +150,8 @@ class PoolDamping:
         target = wanted
         if asked > wanted * (1 + self._config.tolerance):
             target = min(math.ceil(asked), self.most)
-        short = max(0, max(target, self.least) - wanted)
-        groups = whole_groups(short + self._together - 1, self._together)
-        return min(groups, self._step(self._config.grow_step), self._whole(self.most - wanted))
+        short = self._whole(max(target, self.least) - wanted + self._together - 1)
+        return min(short, self._step(self._config.grow_step), self._whole(self.most - wanted))
 
     def _asked_for(self, now: float, need: PoolNeed) -> float:
         """What was needed all the while: by the last two decisions where it is urgent, else within `window_s`."""
