@@ -166,7 +166,7 @@ def _check(name: HubName, folder: Path, *, any_architecture: bool) -> None:
             f"({name.repository}/FILE.gguf)"
         )
     found = read_json(folder / "config.json").get("architectures")
-    architecture = found[0] if isinstance(found, list) and found else "not given"
+    architecture = str(found[0]) if isinstance(found, list) and found else "not given"
     if without_classes(architecture) not in ARCHITECTURES and not any_architecture:
         raise CheckpointError(
             f"{name}: architecture {architecture} is not supported, so its weights aren't fetched; supported are "

@@ -5,6 +5,7 @@ The Hub is a server on loopback that speaks its API; `huggingface_hub` is the re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,9 +136,15 @@ def test_a_download_that_broke_off_goes_on_where_it_was(
 
 
 @pytest.mark.slow
-def test_models_that_cant_be_served_are_refused_before_their_weights_are_fetched(hub: HubServer) -> None:
-    hub.files["config.json"] = hub.files["config.json"].replace(b"LlamaForCausalLM", b"MambaForCausalLM")
-    assert "architecture MambaForCausalLM is not supported, so its weights aren't fetched" in refusal(NAME)
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("architecture", ["MambaForCausalLM", 5])
+def test_models_that_cant_be_served_are_refused_before_their_weights_are_fetched(
+    hub: HubServer, architecture: object
+) -> None:
+    hub.files["config.json"] = json.dumps(
+        json.loads(hub.files["config.json"]) | {"architectures": [architecture]}
+    ).encode()
+    assert f"architecture {architecture} is not supported, so its weights aren't fetched" in refusal(NAME)
     assert LARGE not in {name for name, _ in hub.fetched}
 
 
