@@ -210,6 +210,8 @@ def test_what_is_for_operators_is_not_passed_on(kind: str, tmp_path: Path) -> No
             assert "no such endpoint" not in response.text, "the router has been asked"
         assert both.client.get("/health").json()["status"] == "ok"
         assert both.client.get("/v1/models").json()["data"][0]["id"] == "demo"
+        for path in ("/inference/v1/generate", "/classify", "/tokenize", "/detokenize"):
+            assert "message" in both.post({}, path).json()["error"], "a router has said what is missing"
 
 
 @each

@@ -280,10 +280,8 @@ def _write_model(folder: Path, kind: Any, config: Any, seed: int, dtype: str) ->
                 tensor.data.uniform_(0.5, 1.5)
             else:
                 tensor.data.normal_(0.0, 0.6 if "input_projection" in key else 0.2)
-        for (
-            key,
-            tensor,
-        ) in model.named_buffers():  # Of Gemma 4: bounds that cut, and what pooled patches are brought to.
+        # Of Gemma 4: bounds that cut, and what pooled patches are brought to.
+        for key, tensor in model.named_buffers():
             if key.endswith(("_min", "_max", "std_bias", "std_scale")):
                 tensor.data.uniform_(0.5, 1.5).mul_(-1.0 if key.endswith("_min") else 1.0)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
