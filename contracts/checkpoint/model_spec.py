@@ -399,14 +399,15 @@ def _token_ids(value: object) -> tuple[int, ...]:
 def read_pooling(path: Path) -> Pooling:
     """Read how a checkpoint's folder, or its GGUF file, makes embeddings, as the files of sentence-transformers beside
     it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps
-    `Dense` modules and a normalisation. Without it: by the last token, normalised. Files that can't be read are a
-    refusal: text is served all the same."""
+    `Dense` modules and a normalisation. Without it: by the last token, normalised. Those that can't be read are a
+    refusal: all else is served all the same. Raises `CheckpointError` for a `config.json` that can't be read."""
     modules, config = path / "modules.json", path / "config.json"
+    said = read_json(config) if config.exists() else {}
     try:
-        said = read_json(config) if config.exists() else {}
-        pooling = _classified(said, _pooling(modules) if modules.exists() else Pooling())
+        pooling = _pooling(modules) if modules.exists() else Pooling()
     except CheckpointError as error:
-        return Pooling(refusal=str(error))
+        pooling = Pooling(refusal=str(error))
+    pooling = _classified(said, pooling)
     words = said.get(JUDGE)
     if isinstance(words, list) and len(words) == 2 and all(isinstance(word, str) for word in words):
         return replace(pooling, judge=(words[0], words[1]))

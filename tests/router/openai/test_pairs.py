@@ -386,6 +386,14 @@ def test_a_head_is_read_as_transformers_reads_it(
     assert bool(why) == bool(found.refusal)
 
 
+def test_a_head_is_one_beside_files_of_embeddings_that_can_not_be_read(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "head", 2, classifier_from_token=["no", "yes"])
+    (folder / "modules.json").write_text("{")
+    found = read_pooling(folder)
+    assert (found.labels, found.judge) == (("class 0", "class 1"), ("no", "yes"))
+    assert "modules.json" in found.refusal
+
+
 def test_a_worker_of_a_build_without_rerankers_is_not_asked_for_one() -> None:
     stage = Stage(2, 1, worker_wait_s=1.0)
     old = stage.cluster["prefill-0"]
