@@ -63,6 +63,15 @@ class PictureTower(Protocol):
         it as many more as there are layers of the text that are given something of a picture."""
 
 
+def tower_scope(weights: Weights, below: Sequence[str], name: str) -> Weights | None:
+    """The tensors of a tower, or of its projector: those below the first of these prefixes that have one of that name.
+    None where none have, or only a rank's part of each tensor is wanted."""
+    if weights.shard.size > 1:
+        return None
+    scopes = (weights.scope(prefix + one) for prefix in PREFIXES for one in below)
+    return next((one for one in scopes if one.has(name)), None)
+
+
 def whole(slices: Slices) -> Tensor:
     """Compute what is left of some slices at once; returns their result."""
     while True:
@@ -95,6 +104,14 @@ def _joined(parts: Iterable[Callable[[], Tensor]]) -> Slices:
         found.append(part())
         yield
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def embedded(x_tk: Tensor, kernel: RowExactLinear, numerics: Numerics, places_th: Tensor | None = None) -> Slices:
+    """The products of patches, [T, k], and the `kernel` of their convolution, plus what is added at each, if anything:
+    [M, hidden], with padding."""
+    x_mk = padded(x_tk.to(kernel.dtype), numerics.padded(len(x_tk)))
+    x_mh = yield from by_rows(lambda x_nk: numerics.linear(x_nk, kernel), cost_of(kernel), numerics, x_mk)
+    return x_mh if places_th is None else x_mh + padded(places_th.to(x_mh.dtype), len(x_mh))
 
 
 def cost_of(*linears: RowExactLinear) -> int:
@@ -194,13 +211,12 @@ class SiglipTower:
 
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> SiglipTower | None:
-        """Read a tower for a text model of this hidden size and epsilon; None where the checkpoint has none, or only a
-        rank's part of its tensors is wanted. Raises `CheckpointError`."""
-        scopes = [weights.scope(a + b) for a in PREFIXES for b in ("vision_tower.vision_model.", "vision_tower.")]
-        tower = next((one for one in scopes if one.has("embeddings.patch_embedding.weight")), None)
-        projectors = [weights.scope(f"{prefix}multi_modal_projector.") for prefix in PREFIXES]
-        projector = next((one for one in projectors if one.has("mm_input_projection_weight")), None)
-        if tower is None or projector is None or weights.shard.size > 1:
+        """Read a tower for a text model of this hidden size and epsilon; None as of `tower_scope`. Raises
+        `CheckpointError`."""
+        below = ("vision_tower.vision_model.", "vision_tower.")
+        tower = tower_scope(weights, below, "embeddings.patch_embedding.weight")
+        projector = tower_scope(weights, ("multi_modal_projector.",), "mm_input_projection_weight")
+        if tower is None or projector is None:
             return None
         _, vision = vision_fields(weights.spec.path)
         width, heads = vision.size("hidden_size"), vision.size("num_attention_heads")
@@ -245,17 +261,21 @@ class SiglipTower:
     def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         count = len(x_tk)
-        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = yield from by_rows(
-            lambda x_nk, places_nh: numerics.linear(x_nk, self.patches) + places_nh,
-            cost_of(self.patches), numerics, x_mk, padded(self.places_th, len(x_mk)),
-        )  # fmt: skip
+        x_mh = yield from embedded(x_tk, self.patches, numerics, self.places_th)
         for layer in self.layers:
             x_mh = yield from layer(x_mh, count, numerics)
-        side = self.spec.merge
-        grid = self.behind(x_mh[:count]).view(down // side, side, across // side, side, -1).float()
-        pooled_th = self.before_projection(grid.mean((1, 3)).flatten(0, 1).to(x_mh.dtype))
-        return numerics.linear(padded(pooled_th, numerics.padded(len(pooled_th))), self.projection)[: len(pooled_th)]
+        pooled_ph = _pooled(self.behind(x_mh[:count]), down, across, self.spec.merge)
+        return _projected(self.before_projection(pooled_ph), self.projection, numerics)
+
+
+def _pooled(x_th: Tensor, down: int, across: int, side: int) -> Tensor:
+    """The means of squares of patches, `side` below and beside each other, row by row: [positions, hidden]."""
+    squares = x_th.view(down // side, side, across // side, side, -1)
+    return squares.float().mean((1, 3)).flatten(0, 1).to(x_th.dtype)
+
+
+def _projected(x_ph: Tensor, projection: RowExactLinear, numerics: Numerics) -> Tensor:
+    return numerics.linear(padded(x_ph, numerics.padded(len(x_ph))), projection)[: len(x_ph)]
 
 
 @dataclass(frozen=True)
@@ -362,15 +382,13 @@ class Gemma4Tower:
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> Gemma4Tower | None:
         """As `SiglipTower.read`."""
-        scopes = [weights.scope(prefix) for prefix in PREFIXES]
-        found = next((one for one in scopes if one.has("vision_tower.patch_embedder.input_proj.weight")), None)
-        if found is None or weights.shard.size > 1:
+        found = tower_scope(weights, ("",), "vision_tower.patch_embedder.input_proj.weight")
+        if found is None:
             return None
         _, vision = vision_fields(weights.spec.path)
         width, quarter, patch = vision.size("hidden_size"), vision.size("head_dim") // 4, spec.patch
         eps, tower = vision.number("rms_norm_eps", 1e-6), found.scope("vision_tower.")
-        theta = vision.table("rope_parameters").get("rope_theta", 100.0)
-        assert isinstance(theta, int | float), "a number"
+        theta = JsonFields(vision.path, vision.table("rope_parameters")).number("rope_theta", 100.0)
         # Of each pixel its three colours, where `Colours` has each colour's pixels.
         kernel = tower.tensor("patch_embedder.input_proj.weight", width, 3 * patch * patch)
         kernel = kernel.view(width, patch * patch, 3).transpose(1, 2).flatten(1)
@@ -388,7 +406,7 @@ class Gemma4Tower:
                 Gemma4TowerLayer.read(tower.scope(f"encoder.layers.{n}."), vision, eps)
                 for n in range(vision.size("num_hidden_layers"))
             ],
-            (1.0 / (theta ** (torch.arange(quarter, dtype=torch.float32) / quarter))).to(weights.device),
+            frequencies(theta, quarter, weights.device),
             standard,
             partial(rms_norm, weight=torch.ones(width, device=weights.device), eps=eps),
             found.scope("embed_vision.").linear({"embedding_projection": hidden}, width),
@@ -401,30 +419,28 @@ class Gemma4Tower:
     def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         count = len(x_tk)
-        x_mk = padded((2 * (x_tk - 0.5)).to(self.patches.dtype), numerics.padded(count))
         at_t = torch.arange(count, device=self.device)
         columns_t, rows_t = at_t % across, at_t // across
         places_th = self.places_csh[0][columns_t] + self.places_csh[1][rows_t]
-        x_mh = yield from by_rows(
-            lambda x_nk, places_nh: numerics.linear(x_nk, self.patches) + places_nh,
-            cost_of(self.patches), numerics, x_mk, padded(places_th, len(x_mk)),
-        )  # fmt: skip
-        turns = self._turns(torch.stack((columns_t, rows_t), dim=1), x_mh.dtype)
+        x_mh = yield from embedded(2 * (x_tk - 0.5), self.patches, numerics, places_th)
+        turns = turns_by(torch.stack((columns_t, rows_t), dim=1)[:, None, :, None] * self.frequencies, x_mh.dtype)
         for layer in self.layers:
             x_mh = yield from layer(x_mh, count, numerics, turns)
-        side = self.spec.merge
-        blocks = x_mh[:count].view(down // side, side, across // side, side, -1).float()
-        pooled_ph = blocks.mean((1, 3)).flatten(0, 1).to(x_mh.dtype).float() * x_mh.shape[1] ** 0.5
+        pooled_ph = _pooled(x_mh[:count], down, across, self.spec.merge).float() * x_mh.shape[1] ** 0.5
         if self.standard is not None:
             pooled_ph = (pooled_ph - self.standard[0]) * self.standard[1]
-        normed_ph = self.before_projection(pooled_ph.to(x_mh.dtype))
-        return numerics.linear(padded(normed_ph, numerics.padded(len(normed_ph))), self.projection)[: len(normed_ph)]
+        return _projected(self.before_projection(pooled_ph.to(x_mh.dtype)), self.projection, numerics)
 
-    def _turns(self, places_tc: Tensor, dtype: torch.dtype) -> Turns:
-        """As `Gemma4TowerLayer` takes them."""
-        angles = places_tc[:, None, :, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+def frequencies(theta: float, count: int, device: torch.device) -> Tensor:
+    """By how much pairs of dimensions are turned from one row or column of patches to the next: [count] float32."""
+    return (1.0 / (theta ** (torch.arange(count, dtype=torch.float32) / count))).to(device)
+
+
+def turns_by(angles: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
+    """Cos and signed sin of angles, [..., dim / 2] float32, as `rotate` takes them: [..., dim] each."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def tower_norm(weights: Weights, name: str, size: int, eps: float) -> Norm:

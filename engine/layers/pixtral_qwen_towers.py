@@ -22,7 +22,6 @@ from twinpool.contracts.checkpoint.picture_spec import PictureSpec, tower_widths
 from twinpool.engine.layers.decoder import Norm
 from twinpool.engine.layers.picture_tower import (
     ACTIVATIONS,
-    PREFIXES,
     Activation,
     Colours,
     Groups,
@@ -32,9 +31,13 @@ from twinpool.engine.layers.picture_tower import (
     Turns,
     by_rows,
     cost_of,
+    embedded,
+    frequencies,
     layer_norm,
     padded,
     tower_norm,
+    tower_scope,
+    turns_by,
 )
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.weight_loader import Weights
@@ -65,19 +68,17 @@ class PixtralTower:
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> PixtralTower | None:
         """As `SiglipTower.read`."""
-        scopes = [weights.scope(prefix) for prefix in PREFIXES]
-        found = next((one for one in scopes if one.has("vision_tower.patch_conv.weight")), None)
-        if found is None or weights.shard.size > 1:
+        found = tower_scope(weights, ("",), "vision_tower.patch_conv.weight")
+        if found is None:
             return None
         config, vision = vision_fields(weights.spec.path)
         tower, projector = found.scope("vision_tower."), found.scope("multi_modal_projector.")
         width, heads = vision.size("hidden_size"), vision.size("num_attention_heads")
         inner, patch, dim = vision.size("intermediate_size"), spec.patch, vision.size("head_dim", width // heads)
         activation = ACTIVATIONS[vision.text("hidden_act", "gelu", tuple(ACTIVATIONS))]
-        rope = vision.table("rope_parameters")
-        theta = rope.get("rope_theta", vision.number("rope_theta", 10_000.0))
-        assert isinstance(theta, int | float), "a number"
-        inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        rope = JsonFields(vision.path, vision.table("rope_parameters"))
+        theta = rope.number("rope_theta", vision.number("rope_theta", _THETA))
+        inverse = frequencies(theta, dim // 2, weights.device)
         bias = config.flag("multimodal_projector_bias")
         first, second = (
             projector.linear({f"linear_{n}": hidden}, columns, bias=bias) for n, columns in ((1, width), (2, hidden))
@@ -91,7 +92,7 @@ class PixtralTower:
                 cls._layer(tower.scope(f"transformer.layers.{n}."), width, inner, heads, activation)
                 for n in range(vision.size("num_hidden_layers"))
             ],
-            torch.cat((inverse[0::2], inverse[1::2])).to(weights.device),
+            torch.cat((inverse[0::2], inverse[1::2])),
             tower_norm(projector, "norm", width, eps),
             projector.linear({"patch_merger.merging_layer": width}, width * spec.merge**2),
             (first, second),
@@ -122,25 +123,20 @@ class PixtralTower:
     def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         count = len(x_tk)
-        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = yield from by_rows(
-            lambda x_nk: self.before(numerics.linear(x_nk, self.patches)), cost_of(self.patches), numerics, x_mk
-        )
+        x_mh = self.before((yield from embedded(x_tk, self.patches, numerics)))
         turns = self._turns(down, across, x_mh.dtype)
         for layer in self.layers:
             x_mh = yield from layer(x_mh, count, numerics, turns)
         return (yield from self._projected(x_mh[:count].view(down, across, -1), numerics))
 
     def _turns(self, down: int, across: int, dtype: torch.dtype) -> Turns:
-        """Cos and signed sin of each patch's row and column, [T, 1, head_dim] each."""
+        """Of each patch's row and column, [T, 1, head_dim] each."""
         half = len(self.frequencies) // 2
         device = self.frequencies.device
         rows, columns = (torch.arange(n, dtype=torch.float32, device=device) for n in (down, across))
         by_row = (rows[:, None] * self.frequencies[:half])[:, None].expand(-1, across, -1)
         by_column = (columns[:, None] * self.frequencies[half:])[None].expand(down, -1, -1)
-        angles = torch.cat((by_row, by_column), dim=-1).flatten(0, 1)
-        cos, sin = angles.cos(), angles.sin()
-        return tuple(torch.cat(two, dim=-1).to(dtype)[:, None] for two in ((cos, cos), (-sin, sin)))  # type: ignore[return-value]
+        return turns_by(torch.cat((by_row, by_column), dim=-1).flatten(0, 1)[:, None], dtype)
 
     def _projected(self, grid: Tensor, numerics: Numerics) -> Slices:
         down, across, width = grid.shape
@@ -249,16 +245,14 @@ class QwenTower:
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> QwenTower | None:
         """As `SiglipTower.read`."""
-        scopes = [weights.scope(f"{prefix}visual.") for prefix in PREFIXES]
-        tower = next((one for one in scopes if one.has("patch_embed.proj.weight")), None)
-        if tower is None or weights.shard.size > 1:
+        tower = tower_scope(weights, ("visual.",), "patch_embed.proj.weight")
+        if tower is None:
             return None
         _, vision = vision_fields(weights.spec.path)
         (width, inner), heads, patch = tower_widths(vision, spec.family), vision.size("num_heads"), spec.patch
         kind = _TOWER_KINDS[spec.family]
         kernel = tower.tensor("patch_embed.proj.weight", width, 3, _FRAMES, patch, patch).flatten(1)
         bias = tower.tensor("patch_embed.proj.bias", width) if kind.placed else None
-        quarter = width // heads // 4
         wide = width * spec.merge**2
         below, (norm, *names) = tower.scope("merger."), kind.merger
         window = vision.size("window_size", 112) // spec.unit if kind.windowed else 0
@@ -267,7 +261,7 @@ class QwenTower:
             Colours.of(spec, weights.device),
             weights.made(kernel, bias_n=bias),
             [_layer(tower.scope(f"blocks.{n}."), vision, kind, width, inner) for n in range(vision.size("depth"))],
-            (1.0 / (_THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter))).to(weights.device),
+            frequencies(_THETA, width // heads // 4, weights.device),
             QwenMerger.read(below, kind.norm(below, norm, width, _EPS), names, wide, hidden, merged_first=False),
             window,
             frozenset(_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31))) if window else frozenset(),
@@ -285,13 +279,8 @@ class QwenTower:
         # [T, 3, patch * patch] to [T, 3, frames, patch * patch].
         x_tk = x_tk[order_t].view(len(x_tk), 3, 1, -1).expand(-1, -1, _FRAMES, -1).reshape(len(x_tk), -1)
         count = len(x_tk)
-        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = yield from by_rows(
-            lambda x_nk: numerics.linear(x_nk, self.patches), cost_of(self.patches), numerics, x_mk
-        )
-        if self.places_ssh is not None:
-            places_th = self._between(self.places_ssh, down, across)[order_t]
-            x_mh = x_mh + padded(places_th.to(x_mh.dtype), len(x_mh))
+        places_th = None if self.places_ssh is None else self._between(self.places_ssh, down, across)[order_t]
+        x_mh = yield from embedded(x_tk, self.patches, numerics, places_th)
         turns, groups = self._turns(down, across, order_t), self._windows(down, across)
         stacked: list[Tensor] = []
         for number, layer in enumerate(self.layers):
@@ -308,11 +297,10 @@ class QwenTower:
         return numbers.transpose(1, 2).flatten()
 
     def _turns(self, down: int, across: int, order_t: Tensor) -> Turns:
-        """Cos and signed sin of each patch's row and column, [T, 1, head_dim] float32 each."""
+        """Of each patch's row and column, [T, 1, head_dim] float32 each."""
         rows_t, columns_t = order_t // across, order_t % across
-        angles = torch.cat([at_t[:, None] * self.frequencies for at_t in (rows_t.float(), columns_t.float())], dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+        angles = [at_t[:, None, None] * self.frequencies for at_t in (rows_t, columns_t)]
+        return turns_by(torch.cat(angles, dim=-1))
 
     def _windows(self, down: int, across: int) -> Groups:
         """The patches of each window, those of windows of one size together."""
