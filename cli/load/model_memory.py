@@ -90,7 +90,7 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
         found = []
         for shard in shards:
             weights = Weights.dry(spec, dtype_for(spec, config.engine), shard, keep, gpu=gpu)
-            unchecked_model(spec, config.engine).build(weights)
+            unchecked_model(spec, config.engine).build_dry(weights)
             found.append(weights.nbytes)
         return max(found)
 

@@ -183,7 +183,7 @@ def largest_stage(spec: ModelSpec, pool_set: PoolSetSpec, config: EngineConfig, 
 
     def held(shard: Shard) -> int:
         weights = Weights.dry(spec, dtype, shard)
-        model.build(weights)
+        model.build_dry(weights)
         return weights.nbytes
 
     weights = max(held(Shard(stage=stage, stages=stages)) for stage in range(stages)) / held(WHOLE)
@@ -199,7 +199,7 @@ def data_parallel_part(spec: ModelSpec, config: EngineConfig, dp: int) -> float:
     model, dtype = unchecked_model(spec, config), dtype_for(spec, config)
     mine, whole = Weights.dry(spec, dtype, Shard(dp=dp)), Weights.dry(spec, dtype)
     for weights in (mine, whole):
-        model.build(weights)
+        model.build_dry(weights)
     return mine.nbytes / whole.nbytes
 
 
@@ -327,7 +327,7 @@ def adapter_bytes(spec: ModelSpec, config: Config) -> int:
     if not config.adapters.used:
         return 0
     weights = Weights.dry(spec, dtype_for(spec, config.engine))
-    decoder = unchecked_model(spec, config.engine).build(weights)
+    decoder = unchecked_model(spec, config.engine).build_dry(weights)
     each = sum(padded_numbers(layer, config.adapters.max_rank) for layer in decoder.adapted.values())
     return each * (config.adapters.max_loaded * weights.dtype.itemsize + 2 * torch.float32.itemsize)
 

@@ -382,7 +382,7 @@ def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1, stages: int
             if mine != mine.whole.shard(rank, size, stages):
                 return "its state is not divided like its heads"
             weights = Weights.dry(spec, dtype, shard)
-            model.build(weights)
+            model.build_dry(weights)
             if max(ep, dp) > 1 and not weights.mixtures:
                 return NO_EXPERTS
     except ConfigError as error:
@@ -401,7 +401,7 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
     inputs = inputs_of(config.engine, spec.quantization, gpu=gpu)
     weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep, inputs=inputs, gpu=gpu)
-    unchecked_model(spec, config.engine).build(weights)
+    unchecked_model(spec, config.engine).build_dry(weights)
     check_inputs(config.engine, weights.linears, spec.name)
     return weights.nbytes
 

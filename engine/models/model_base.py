@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import MTP, ModelSpec
@@ -75,6 +77,28 @@ class MtpNames:
     token_norm: str = "enorm"
     feature_norm: str = "hnorm"
     norm: str = "shared_head.norm"
+
+
+class ShapesAlone(TorchFunctionMode):
+    """What building a model computes of tensors on the meta device, by the shapes of the results. Torch's own ways of
+    that are in Python, and load its compiler first: 1.4 s of a processor in every `serve` and every worker."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.cat and args[0][0].is_meta and not kwargs:
+            parts, dim = args[0], (args[1] if len(args) > 1 else 0)
+            shape = list(parts[0].shape)
+            shape[dim] = sum(part.shape[dim] for part in parts)
+            return parts[0].new_empty(shape)
+        alone = not any(isinstance(other, torch.Tensor) for other in args[1:])
+        if func in _BY_ELEMENT and args[0].is_meta and args[0].is_floating_point() and alone:
+            return args[0].new_empty(args[0].shape)
+        return func(*args, **kwargs)
+
+
+_BY_ELEMENT = {getattr(torch.Tensor, name) for name in ("exp", "neg", "__neg__", "add", "__add__", "mul", "__mul__")}
 
 
 class Model(ABC):
@@ -215,6 +239,12 @@ class Model(ABC):
             embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage,
             dense=self.dense_modules(weights),
         )  # fmt: skip
+
+    def build_dry(self, weights: Weights) -> Decoder:
+        """Build the model of weights that are shapes alone (`Weights.dry`), which says what it needs of its checkpoint.
+        Raises `CheckpointError`."""
+        with ShapesAlone():
+            return self.build(weights)
 
     def dense_modules(self, weights: Weights) -> list[DenseLayer]:
         """Build the modules that embeddings go through, in float32 whatever the model is computed in."""

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.overrides import TorchFunctionMode
 
 from twinpool.contracts.checkpoint.model_spec import CLASSIFIER, ModelSpec, read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
@@ -96,28 +91,6 @@ _WARNED: set[tuple[Path, tuple[str, ...]]] = set()
 """Warnings that were logged already, since a process reads a checkpoint several times."""
 
 
-class ShapesAlone(TorchFunctionMode):
-    """What building a model computes of tensors on the meta device, by the shapes of the results. Torch's own ways of
-    that are in Python, and load its compiler first: 1.4 s of a processor in every `serve` and every worker."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.cat and args[0][0].is_meta and not kwargs:
-            parts, dim = args[0], (args[1] if len(args) > 1 else 0)
-            shape = list(parts[0].shape)
-            shape[dim] = sum(part.shape[dim] for part in parts)
-            return parts[0].new_empty(shape)
-        alone = not any(isinstance(other, torch.Tensor) for other in args[1:])
-        if func in _BY_ELEMENT and args[0].is_meta and args[0].is_floating_point() and alone:
-            return args[0].new_empty(args[0].shape)
-        return func(*args, **kwargs)
-
-
-_BY_ELEMENT = {getattr(torch.Tensor, name) for name in ("exp", "neg", "__neg__", "add", "__add__", "mul", "__mul__")}
-
-
 def without_classes(architecture: str) -> str:
     """The architecture that generates text with the layers of one that tells classes; of others, themselves."""
     return re.sub(f"{CLASSIFIER}$", "ForCausalLM", architecture)
@@ -131,8 +104,7 @@ def model_for(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Model:
     `engine.models` asks for and can't be had.
     """
     model = unchecked_model(spec, config)
-    with ShapesAlone():
-        model.build(Weights.dry(spec))
+    model.build_dry(Weights.dry(spec))
     if config.models == "transformers":
         return model
     unknown = check_keys(type(model).__name__, spec.config)

@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.support.model_families import EVERY, FAMILIES
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.models.registry import ARCHITECTURES, ShapesAlone, model_for
+from twinpool.engine.models.model_base import ShapesAlone
+from twinpool.engine.models.registry import ARCHITECTURES, model_for
 
 EXPERTS = {
     "num_experts": 4,
@@ -164,13 +165,17 @@ def without(spec: ModelSpec, name: str) -> ModelSpec:
 
 
 @pytest.mark.slow
-def test_a_model_is_checked_without_torchs_compiler(tmp_path: Path) -> None:
+def test_a_model_is_checked_and_weighed_without_torchs_compiler(tmp_path: Path) -> None:
     """Which takes a processor more than a second to load, in every `serve` and every worker."""
     kinds = ("llama", "gpt_oss", "gemma4", "deepseek_v32", "falcon_h1", "qwen3_next", "lfm2")
     folders = [str(FAMILIES[kind](tmp_path / kind)) for kind in kinds]
     code = (
         "import sys; from pathlib import Path; from twinpool.engine.models.registry import read_model\n"
-        "for folder in sys.argv[1:]: read_model(Path(folder)); assert 'torch._dynamo' not in sys.modules, folder"
+        "from twinpool.cluster.serve.preflight import weight_bytes\n"
+        "from twinpool.contracts.config.load_config import config_from_dict\n"
+        "for folder in sys.argv[1:]:\n"
+        "    weight_bytes(read_model(Path(folder)).spec, config_from_dict({}))\n"
+        "    assert 'torch._dynamo' not in sys.modules, folder"
     )
     ended = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
