@@ -32,8 +32,9 @@ from twinpool.engine.layers.decoder import (
     unchanged,
 )
 from twinpool.engine.layers.draft_layers import MtpLayer
+from twinpool.engine.layers.gemma_towers import Gemma4Tower, SiglipTower
 from twinpool.engine.layers.norm import rms_norm
-from twinpool.engine.layers.picture_tower import Gemma4Tower, PictureTower, SiglipTower
+from twinpool.engine.layers.picture_tower import PictureTower
 from twinpool.engine.layers.pixtral_qwen_towers import QWEN_TOWERS, PixtralTower, QwenTower
 from twinpool.engine.models.eagle3 import Eagle3
 from twinpool.engine.tensors.shard import WHOLE, Shard

@@ -1,4 +1,5 @@
-"""Norms, rope and the store into pages in one kernel on an NVIDIA GPU: shapes and grid of `store_heads_kernel`."""
+"""Norms, rope and the store into pages in one kernel on an NVIDIA GPU: shapes and grid of
+`page_kernels.store_heads_kernel`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from twinpool.engine.layers.mixers import store_heads_kernel
+from twinpool.engine.attention.triton_backend import page_kernels
 
 
 def store_heads(
@@ -34,7 +35,7 @@ def store_heads(
         return q_thd
     assert k_pages.stride(2) == v_pages.stride(2) == dim, "a token's heads lie side by side"
     cos_td, sin_td = turns if turns is not None else (qkv_tn, qkv_tn)
-    store_heads_kernel.store_heads_kernel[(tokens, total)](
+    page_kernels.store_heads_kernel[(tokens, total)](
         qkv_tn, norm_nd if norm_nd is not None else qkv_tn, cos_td, sin_td, q_thd, k_pages, v_pages, slots_t,
         slots_t if muted_t is None else muted_t.view(torch.int8),
         qkv_tn.stride(0), cos_td.stride(0), sin_td.stride(0),
