@@ -22,7 +22,7 @@ from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.worker_events import Embedding
 from twinpool.contracts.sampling_params import CLASSES, JUDGED, SamplingParams
 
-EMBED = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
+EMBED, MEAN, CLS = (SamplingParams(max_tokens=0, temperature=0.0, pooling=way) for way in ("last", "mean", "cls"))
 DRAW = SamplingParams(max_tokens=3, temperature=0.0)
 SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
 
@@ -56,12 +56,13 @@ def test_its_bits_are_those_of_the_prompt_alone_in_a_batch_in_chunks_and_behind_
     assert rest[1].embedding != alone.embedding
 
 
-def test_a_prefill_worker_that_is_lost_costs_no_embedding(model: Path) -> None:
+@pytest.mark.parametrize("how", [EMBED, MEAN], ids=["last", "mean"])
+def test_a_prefill_worker_that_is_lost_costs_no_embedding(model: Path, how: SamplingParams) -> None:
     (prompt,) = prompts(23, 90)
     with pair(model) as both:
-        (expected,) = both.run(both.submit(prompt, EMBED))
+        (expected,) = both.run(both.submit(prompt, how))
     with company(model, prefills=2, decodes=1, prefill={"chunk_tokens": 32}) as all_of_them:
-        rid = all_of_them.submit(prompt, EMBED)
+        rid = all_of_them.submit(prompt, how)
         first = all_of_them.told[rid].request.workers[Role.PREFILL]
         all_of_them.step(first)
         all_of_them.gone(first)
@@ -98,9 +99,6 @@ def test_an_embedding_that_is_made_in_another_way_is_refused(model: Path) -> Non
     assert rid == RequestId("r1")
 
 
-MEAN, CLS = (SamplingParams(max_tokens=0, temperature=0.0, pooling=way) for way in ("mean", "cls"))
-
-
 def test_a_mean_and_a_first_token_are_those_of_all_hidden_states_whatever_the_chunks_the_batch_and_the_cache(
     model: Path, oracle: Oracle
 ) -> None:
@@ -123,19 +121,6 @@ def test_a_mean_and_a_first_token_are_those_of_all_hidden_states_whatever_the_ch
             mixed.append(both.submit(asked[0], CLS))
             _, _, mean, first = both.run(*mixed)
         assert (mean.embedding, first.embedding) == (means[0].embedding, firsts[0].embedding)
-
-
-def test_a_mean_begins_again_on_another_worker(model: Path) -> None:
-    (prompt,) = prompts(28, 90)
-    with pair(model) as both:
-        (expected,) = both.run(both.submit(prompt, MEAN))
-    with company(model, prefills=2, decodes=1, prefill={"chunk_tokens": 32}) as all_of_them:
-        rid = all_of_them.submit(prompt, MEAN)
-        first = all_of_them.told[rid].request.workers[Role.PREFILL]
-        all_of_them.step(first)
-        all_of_them.gone(first)
-        all_of_them.run(rid)
-        assert all_of_them.told[rid].embedding == expected.embedding
 
 
 def test_a_mean_goes_through_the_dense_modules_of_the_checkpoint(model: Path, oracle: Oracle, tmp_path: Path) -> None:
