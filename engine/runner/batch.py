@@ -143,8 +143,8 @@ class PromptPooling:
     taken: int = 0
     """Its first positions, that have been pooled."""
     kept_h: Tensor | None = None
-    """Of these positions, on the device. Of a mean: the sum of their hidden states, [hidden] int64, in units of `UNIT`.
-    Of ``cls``: the first one's, [hidden] float32."""
+    """Of these positions, on the device. Of a mean: the sum of their hidden states, [hidden] int64, in units of
+    `launched_step.UNIT`. Of ``cls``: the first one's, [hidden] float32."""
     most: Tensor | None = None
     """Of a mean: the largest magnitude in the sum, [] float32 on the device; NaN where one is none."""
 

@@ -297,9 +297,9 @@ class ModelRunner:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
         if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_cm is not None:
             return None  # A graph has no input for these.
-        if any(door.gates for door in doors.values()):
-            return None
-        return self.graphs.replay(tokens_m, ctx) if ctx.chosen is None else None  # It tells nobody what it chooses.
+        if ctx.chosen is not None or any(door.gates for door in doors.values()):
+            return None  # Nor does it tell which experts it chooses, or wait for loads.
+        return self.graphs.replay(tokens_m, ctx)
 
     @torch.inference_mode()
     def capture(
