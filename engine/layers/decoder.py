@@ -318,14 +318,13 @@ class Decoder:
     """The layers' mixtures of experts that workers share, in the order in which a step computes them."""
     routes: bool = False
     """Whether some layers are mixtures of experts, which tell what they choose (`ForwardContext.chosen`)."""
+    dense: Sequence[DenseLayer] = ()
+    """What embeddings go through where their checkpoint has such modules."""
 
     @property
     def tells_experts(self) -> bool:
         """Whether rows of a step may be `routed`: there are mixtures of experts, and all layers are here."""
         return self.routes and self.stage.count == 1
-
-    dense: Sequence[DenseLayer] = ()
-    """What embeddings go through where their checkpoint has such modules."""
 
     @property
     def dtype(self) -> torch.dtype:

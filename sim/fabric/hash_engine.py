@@ -129,10 +129,10 @@ class _Lane:
             for at in range(entries):
                 place, to = (first + at) * share.width, at * self.width + share.first
                 mine = page[place : place + share.width]
-                for place, byte in enumerate(mine, to):
+                for n, byte in enumerate(mine, to):
                     # Where copies on several ranks differ, the inverted byte stands for damage, so that tokens change.
-                    whole[place] = byte if not known[place] else whole[place] if whole[place] == byte else ~byte & 0xFF
-                    known[place] = 1
+                    whole[n] = byte if not known[n] else whole[n] if whole[n] == byte else ~byte & 0xFF
+                    known[n] = 1
         return bytes(whole)
 
     def write(self, index: int, at: int, entry: bytes) -> None:

@@ -61,7 +61,9 @@ class KnownRows(NamedTuple):
 
     slots_n: Tensor
     items_n: Tensor
+    """The item of the step, on the axis of W, whose block each row is laid into."""
     rows_n: Tensor
+    """The position in the block, 0 to BLOCK - 1."""
 
     def of(self, buffer: Tensor) -> Tensor:
         """Those of a state buffer, [n, H, ...]."""
