@@ -193,14 +193,21 @@ class RecurrenceBackend(Protocol):
     """Causal convolutions and linear recurrences over slots."""
 
     def conv(
-        self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
+        self,
+        x_tc: Tensor,
+        states: Sequence[Tensor],
+        weight_kc: Tensor,
+        bias_c: Tensor | None,
+        plan: SlotPlan,
+        *,
+        activated: bool = False,
     ) -> Tensor:
-        """Compute a causal depthwise convolution: tap by tap in float32, rounded once.
+        """Compute a causal depthwise convolution: tap by tap in float32, rounded once; with `activated` its silu.
 
         `x_tc` is [T, channels]; `states` are buffers [slots, units, conv_positions(taps), width] in the dtype of `x_tc`
         whose channels (units * width each) together are those of `x_tc`, and hold the `taps` inputs before each
         sequence's rows; `weight_kc` is [taps + 1, channels], the last row for the position itself. Returns
-        [T, channels] before any activation, and writes each sequence's inputs into its slot, the last ones where they
+        [T, channels], and writes each sequence's inputs into its slot, the last ones where they
         are more than it holds (zeros where the plan is muted).
         """
 

@@ -34,9 +34,9 @@ from twinpool.engine.layers.moe.experts import (
     gated_silu,
     plain_expert,
 )
-from twinpool.engine.layers.norm import sigmoid, silu
+from twinpool.engine.layers.norm import sigmoid
 from twinpool.engine.native.current_kernels import kernels_for
-from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.row_exact_linear import Numerics, silu
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
 

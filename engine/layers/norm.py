@@ -67,26 +67,17 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) in float32; like `silu`, with the same bits for an element wherever it lies."""
+    """1 / (1 + exp(-x)) in float32, with the same bits for an element wherever it lies, like `silu`."""
     return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) in float32 without overflow; like `silu`, the same bits for an element wherever it lies."""
+    """log(1 + exp(x)) in float32 without overflow, with the same bits for an element wherever it lies."""
     return x.clamp_min(0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) in float32, the same bits for an element wherever it lies.
-
-    Not torch's silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
-    depends on the number of rows and threads. exp and a quotient are the same everywhere.
-    """
-    return x / torch.exp(-x).add_(1.0)
-
-
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32; row-exact like `silu`.
+    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32; row-exact as well.
 
     (1 + tanh(u)) / 2 is the sigmoid of 2u, which takes one exp and loses nothing near zero. May change `x`.
     """

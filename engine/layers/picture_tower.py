@@ -23,9 +23,9 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.engine.layers.decoder import Norm
-from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, sigmoid, silu
+from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, sigmoid
 from twinpool.engine.layers.rope import rotate
-from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear, silu
 from twinpool.engine.tensors.weight_loader import Weights
 
 PREFIXES = ("model.", "")

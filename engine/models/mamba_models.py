@@ -27,10 +27,11 @@ from twinpool.engine.layers.mixers.recurrences import (
 )
 from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp
 from twinpool.engine.layers.moe.experts import ExpertSizes, RouterRules, ScoreRouter, relu_squared, ungated_expert
-from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.models.llama import Llama
 from twinpool.engine.models.mixtures import GraniteMoe, granite_mlp
 from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from twinpool.engine.tensors.row_exact_linear import silu
 from twinpool.engine.tensors.weight_loader import Weights
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

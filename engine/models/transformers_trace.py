@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 - to
 
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions
-from twinpool.engine.layers.norm import gelu_tanh, sigmoid, silu, softplus
-from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics
+from twinpool.engine.layers.norm import gelu_tanh, sigmoid, softplus
+from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics, silu
 
 NAME = "twinpool"
 """Of our functions for attention, masks and experts in transformers' tables of them."""

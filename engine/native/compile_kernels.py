@@ -54,6 +54,7 @@ _SOURCES = (
     "tile_gemm.h",
     "int8_gemm.h",
     "attention.h",
+    "recurrence.h",
     "kernels.cpp",
 )
 _CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}

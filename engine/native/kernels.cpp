@@ -5,6 +5,7 @@
 #include "gemm.h"
 #include "int8_gemm.h"
 #include "low_rank.h"
+#include "recurrence.h"
 #include "rows.h"
 #include "tile_gemm.h"
 
@@ -23,6 +24,12 @@
                        const int32_t *tables, const int32_t *first_pages, const int32_t *starts,                      \
                        const int32_t *offsets, const float *sinks, T *out) {                                          \
         attend(*a, sequences, q, *pages, tables, first_pages, starts, offsets, sinks, out);                           \
+    }
+
+#define FOR_CONV(T, name)                                                                                             \
+    void conv_##name(const ConvShape *s, const ConvState<T> *states, const T *x, long x_stride, const float *weight,  \
+                     const float *bias, T *out, const Slots *step) {                                                  \
+        conv(*s, states, x, x_stride, weight, bias, out, *step);                                                      \
     }
 
 #define FOR_ADAPTERS(T, name)                                                                                         \
@@ -64,6 +71,9 @@ extern "C" {
 void set_threads(int count) { omp_set_num_threads(count); }
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
+FOR_CONV(float, float32)
+FOR_CONV(bf16, bfloat16)
+void scan_float32(const ScanShape *s, const ScanRows *x, const Slots *step) { scan(*s, *x, *step); }
 FOR_ADAPTERS(float, float32)
 FOR_ADAPTERS(bf16, bfloat16)
 FOR_BLOCKS(float, float32, block_product)

@@ -100,6 +100,8 @@ _SIGNATURES = {
     "silu_product": "ppll",
     "rope_and_store": "pplpppppp" + "ppl",
     "attend": "plpppppppp",
+    "conv": "ppplpppp",
+    "scan": "ppp",
     "add_low_rank": "pllpplpllplpl",
     "packed_elements": "ll",
     "pack": "ppll",

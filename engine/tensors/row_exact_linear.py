@@ -9,7 +9,7 @@ tiles of `TILE_ROWS` rows: slow, but the same call each time.
 
 Twinpool's own kernels (engine/native on CPUs, engine/gpu on GPUs) need no quantum: there, an element of a product is
 added up in one order, however many rows are computed with it. So all this is for what torch multiplies: everything
-where it computes alone (`engine.attention=torch`, or no compiler), and batched products of latents and recurrences.
+where it computes alone (`engine.attention=torch`, or no compiler), and batched products of latents.
 
 On CPUs oneDNN packs a weight for the products of one processor (`OneDnnWeight`). torch holds the result as a tensor
 without strides, which can't be pickled or sliced. Its bytes and the description of its layout can be had
@@ -382,3 +382,12 @@ def _threads(count: int) -> Iterator[None]:
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent of float32, to 1e-7: the same bits for an element wherever it lies. Changes `x`."""
     return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) in float32, the same bits for an element wherever it lies.
+
+    Not torch's silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
+    depends on the number of rows and threads. exp and a quotient are the same everywhere.
+    """
+    return x / torch.exp(-x).add_(1.0)

@@ -22,14 +22,14 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
-from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import rotate
 from twinpool.engine.native import compile_kernels, current_kernels
 from twinpool.engine.native import compile_kernels as build
 from twinpool.engine.native.native_kernels import NativeKernels, PackedWeight
 from twinpool.engine.runner.kernel_choice import kernels_for_config
 from twinpool.engine.runner.numerics_class import digest
-from twinpool.engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics
+from twinpool.engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics, silu
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.engine.harness import Bench, MakeCheckpoint, row
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
-from twinpool.engine.layers.norm import gelu_tanh, silu
-from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
+from twinpool.engine.layers.norm import gelu_tanh
+from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, silu, tanh
 from twinpool.engine.weight_formats.block_weight import BlockStack, quantise
 
 

@@ -15,10 +15,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.kernels.claims import answer
 from twinpool.engine.gpu.gpu_kernels import BLOCK_K, GpuKernels
-from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.native.current_kernels import using
 from twinpool.engine.tensors import tensor_parallel
-from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, silu
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 
 KERNELS = GpuKernels(part=2 * BLOCK_K)

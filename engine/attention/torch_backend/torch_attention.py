@@ -33,11 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_backend import RecurrenceBackend, ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan, PictureSpan
 from twinpool.engine.attention.kv_quantization import KVRows, KVScales
 from twinpool.engine.attention.torch_backend.torch_latent import TorchLatent
-from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
+from twinpool.engine.attention.torch_backend.torch_recurrence import NativeRecurrence, TorchRecurrence
 from twinpool.engine.native.native_kernels import AttentionShape, NativeKernels
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, tanh
 
@@ -197,7 +197,7 @@ class TorchAttention:
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
         self.latent = TorchLatent(numerics, self)
-        self.recurrence = TorchRecurrence(numerics)
+        self.recurrence: RecurrenceBackend = TorchRecurrence(numerics)
 
     def attend(
         self,
@@ -382,6 +382,7 @@ class NativeAttention(TorchAttention):
 
     def __init__(self, numerics: Numerics, kernels: NativeKernels) -> None:
         super().__init__(numerics)
+        self.recurrence = NativeRecurrence(kernels)
         self._kernels = kernels
 
     def attend(

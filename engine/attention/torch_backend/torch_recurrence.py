@@ -25,6 +25,7 @@ computation of each matrix depends on its shape alone. All other operations are 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,7 +36,8 @@ from torch import Tensor
 
 from twinpool.engine.attention.attention_backend import BLOCK, ScanState, conv_positions
 from twinpool.engine.attention.attention_plan import SlotPlan
-from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.native.native_kernels import NativeKernels
+from twinpool.engine.tensors.row_exact_linear import Numerics, silu
 
 LARGE = 1 << 15
 """Elements of a sequence's matrices from which on gathering them is slower than reading each in its slot."""
@@ -216,7 +218,14 @@ class TorchRecurrence:
         self._numerics = numerics
 
     def conv(
-        self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
+        self,
+        x_tc: Tensor,
+        states: Sequence[Tensor],
+        weight_kc: Tensor,
+        bias_c: Tensor | None,
+        plan: SlotPlan,
+        *,
+        activated: bool = False,
     ) -> Tensor:
         taps, batch = len(weight_kc) - 1, len(plan.starts)
         key = f"torch conv {taps}"
@@ -238,7 +247,8 @@ class TorchRecurrence:
         widths = [state.shape[1] * state.shape[3] for state in states]
         for state, part in zip(states, torch.split(kept_nc, widths, dim=1), strict=True):
             state[places.slots_n, :, places.entries_n] = part.reshape(len(part), -1, state.shape[3])
-        return out_tc.to(x_tc.dtype)
+        out_tc = out_tc.to(x_tc.dtype)
+        return silu(out_tc.float()).to(x_tc.dtype) if activated else out_tc
 
     def scan(
         self,
@@ -384,3 +394,76 @@ def _keep(buffer: Tensor, x_wh: Tensor, blocks: StepBlocks) -> None:
     last = x_wh[blocks.last_b]
     gone = blocks.gone_bc.view(len(last), 1, BLOCK, *[1] * (last.dim() - 3))
     buffer.index_copy_(0, blocks.slots_b, last.masked_fill_(gone, 0.0))
+
+
+def _addresses(*values: Tensor | int | None) -> ctypes.Array[ctypes.c_long]:
+    """A struct of the kernels whose fields are addresses and whole numbers: of tensors where they lie, of None 0."""
+    return (ctypes.c_long * len(values))(
+        *(value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values)
+    )
+
+
+class NativeRecurrence:
+    """Implements `RecurrenceBackend` by the C++ kernels (engine/native/recurrence.h)."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def conv(
+        self,
+        x_tc: Tensor,
+        states: Sequence[Tensor],
+        weight_kc: Tensor,
+        bias_c: Tensor | None,
+        plan: SlotPlan,
+        *,
+        activated: bool = False,
+    ) -> Tensor:
+        x_tc = x_tc if x_tc.stride(1) == 1 else x_tc.contiguous()
+        out_tc = torch.empty_like(x_tc, memory_format=torch.contiguous_format)
+        first, fields = 0, list[Tensor | int]()
+        for state in states:
+            assert state[0].is_contiguous(), "entries of a slot follow each other"
+            units, held, width = state.shape[1:]
+            fields += [state, state.stride(0), units, width, first]
+            first += units * width
+        shape = _addresses(len(plan.starts), len(states), first, len(weight_kc) - 1, held, activated)
+        self._kernels.functions["conv", x_tc.dtype](
+            shape,
+            _addresses(*fields),
+            x_tc.data_ptr(),
+            x_tc.stride(0),
+            weight_kc.data_ptr(),
+            None if bias_c is None else bias_c.data_ptr(),
+            out_tc.data_ptr(),
+            self._slots(plan),
+        )
+        return out_tc
+
+    def scan(
+        self,
+        q_tgk: Tensor,
+        k_tgk: Tensor,
+        v_thv: Tensor,
+        decay_th: Tensor,
+        beta_th: Tensor | None,
+        state: ScanState,
+        plan: SlotPlan,
+    ) -> Tensor:
+        rows = [x if x is None else x.contiguous() for x in (q_tgk, k_tgk, v_thv, decay_th, beta_th)]
+        out_thv = torch.empty_like(v_thv, memory_format=torch.contiguous_format)
+        buffers = (state.matrix, state.keys, state.values, state.decays, state.solved)
+        assert all(x is None or x[0].is_contiguous() for x in buffers), "what a slot has of a buffer is in one piece"
+        (_, groups, key_dim), (heads, value_dim) = k_tgk.shape, v_thv.shape[1:]
+        apart = (0 if x is None else x.stride(0) for x in buffers)
+        shape = _addresses(len(plan.starts), heads, groups, key_dim, value_dim, *apart)
+        self._kernels.functions["scan", torch.float32](shape, _addresses(*rows, out_thv, *buffers), self._slots(plan))
+        return out_thv
+
+    def _slots(self, plan: SlotPlan) -> ctypes.Array[ctypes.c_long]:
+        """The struct of the step's sequences, made once a step."""
+        if "native slots" not in plan.scratch:
+            tensors = plan.tables_bp[:, 0].contiguous(), plan.starts_b, plan.offsets_b, plan.muted_b
+            plan.scratch["native slots"] = tensors, _addresses(*tensors)
+        found: ctypes.Array[ctypes.c_long] = plan.scratch["native slots"][1]
+        return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from twinpool.engine.attention.attention_backend import BLOCK, ScanState
 from twinpool.engine.attention.attention_plan import SlotPlan
 from twinpool.engine.attention.triton_backend import recurrence_kernels as kernels
+from twinpool.engine.tensors.row_exact_linear import silu
 
 _CONV_ROWS = 16
 _CONV_COLUMNS = 128
@@ -41,7 +42,14 @@ class TritonRecurrence:
     """Implements `RecurrenceBackend` on CUDA tensors, or on CPU tensors in Triton's interpreter."""
 
     def conv(
-        self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
+        self,
+        x_tc: Tensor,
+        states: Sequence[Tensor],
+        weight_kc: Tensor,
+        bias_c: Tensor | None,
+        plan: SlotPlan,
+        *,
+        activated: bool = False,
     ) -> Tensor:
         rows, x_tc = _rows(plan), x_tc if x_tc.stride(1) == 1 else x_tc.contiguous()
         out_tc = torch.empty_like(x_tc, memory_format=torch.contiguous_format)
@@ -76,7 +84,7 @@ class TritonRecurrence:
                 MUTED=rows.muted,
             )
             first += channels
-        return out_tc
+        return silu(out_tc.float()).to(out_tc.dtype) if activated else out_tc
 
     def scan(
         self,

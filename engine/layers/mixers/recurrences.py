@@ -19,7 +19,8 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.engine.attention.attention_backend import ScanState, conv_positions, scan_buffers
 from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
-from twinpool.engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
+from twinpool.engine.layers.norm import rms_norm, sigmoid, softplus, square_sum
+from twinpool.engine.tensors.row_exact_linear import silu
 from twinpool.engine.tensors.shard import Shard, ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.engine.weight_formats.block_weight import Weight, select_rows
@@ -66,8 +67,8 @@ class CausalConv:
         """Convolve [T, channels] in the model's dtype, without padding; writes the inputs into the slots."""
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]
-        out_tc = ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])
-        return silu(out_tc.float()).to(x_tc.dtype) if self._activated else out_tc
+        plan, activated = ctx.slots[self._place.pool], self._activated
+        return ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, plan, activated=activated)
 
 
 def short_conv_buffers(

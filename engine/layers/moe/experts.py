@@ -17,9 +17,9 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.engine.layers.decoder import ForwardContext
-from twinpool.engine.layers.norm import gelu_tanh, rms_norm, sigmoid, silu
+from twinpool.engine.layers.norm import gelu_tanh, rms_norm, sigmoid
 from twinpool.engine.native.current_kernels import kernels_for
-from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear, silu
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.engine.weight_formats.block_weight import Weight, select_rows
