@@ -69,10 +69,17 @@ class Service:
         self.asked: list[tuple[int, float, ClientRequest]] = []
         """Number of the line, when, and what."""
         self.open_now: set[Answer] = set()
+        self.lets_go: asyncio.Event | None = None
+        """Where it is set, nothing is opened, and who gives up waits for it."""
 
     async def open(self, asked: ClientRequest) -> Answer:
         number = int(asked.client_id.rpartition("-")[2])
         self.asked.append((number, self.clock.now(), asked))
+        if self.lets_go is not None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self.lets_go.wait()
         answer = self.script(number)
         if isinstance(answer, Exception):
             raise answer
@@ -418,6 +425,27 @@ async def test_a_batch_is_another_routers_only_when_the_last_write_is_over(
         await other.turn()
         await eventually(lambda: bool(other.service.asked))
         assert [number for number, *_ in other.service.asked] == [1], "the first has its line"
+
+
+@pytest.mark.asyncio
+async def test_a_batch_is_another_routers_only_when_what_it_asks_has_let_go(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made, rig(tmp_path) as other:
+        made.submit([request(0)])
+        made.service.lets_go = asyncio.Event()
+        made.runner.look()
+        await made.runner.turn()
+        await eventually(lambda: made.run.batch.status == "in_progress")
+        made.runner.begin_lines()
+        await eventually(lambda: bool(made.service.asked))
+        closing = asyncio.ensure_future(made.runner.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await other.turn()
+        assert not other.runner.runs
+        made.service.lets_go.set()
+        await closing
+        await other.turn()
+        assert [number for number, *_ in other.service.asked] == [0]
 
 
 def test_lines_that_a_crash_left_are_counted_with_the_file_that_has_them(tmp_path: Path) -> None:
