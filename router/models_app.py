@@ -17,7 +17,6 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from prometheus_client.core import Metric
 
 from twinpool.contracts.errors import ConfigError, RequestError
@@ -48,6 +47,9 @@ from twinpool.router.api.batch_endpoints import BatchEndpoints
 from twinpool.router.api.front_page import PATH as FRONT
 from twinpool.router.api.front_page import describe, show_front
 from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
+from twinpool.router.batch.batch_lines import MODEL_OF, NO_OBJECT
+from twinpool.router.batch.batch_runner import BatchRunner
+from twinpool.router.batch.batch_store import BatchStore
 from twinpool.router.metrics.prometheus_metrics import Scrapes
 from twinpool.router.openai.api_errors import ApiError, ShuttingDown, failure_of
 from twinpool.router.openai.parse_request import UnknownModel
@@ -56,15 +58,6 @@ from twinpool.router.service.router_service import RouterService
 
 LABEL = "model"
 """The label of metrics that names their model."""
-
-
-class _NamedModel(msgspec.Struct):
-    """The one field of a body that says whose it is; the others are skipped, unread."""
-
-    model: Any = None
-
-
-_MODEL_OF = msgspec.json.Decoder(_NamedModel)
 
 
 class ModelSwitch:
@@ -108,10 +101,24 @@ class ModelSwitch:
         raw = await exchange.body(self.body_limit, self.lead.buffer)
         exchange.put_back(raw)
         try:
-            model = _MODEL_OF.decode(raw).model
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            model = MODEL_OF.decode(raw).model
+        except NO_OBJECT:
             return self.lead
         return self.named(model)
+
+    def of_line(self, body: bytes, tenant: str) -> RouterService | ApiError:
+        """Return the service of the model that a line of a batch names, or why its tenant may not use it. Raises as
+        `named`."""
+        try:
+            service = self.named(MODEL_OF.decode(body).model)
+        except NO_OBJECT:
+            return ApiError(400, "body must be a JSON object", "invalid_request_error", None, "body")
+        return model_refusal_of((service,), tenant) or service
+
+    def places(self) -> dict[str, int]:
+        """Return which of the services has each name, adapters' included."""
+        adapters = {name: place for place, one in enumerate(self.services) for name in one.intake.adapters}
+        return adapters | {name: self.services.index(one) for name, one in self._by_name.items()}
 
     def of_query(self, exchange: HttpExchange) -> RouterService:
         """Return the service of the model that an operator's path names. Raises as `named`."""
@@ -269,12 +276,14 @@ def joined(families: Iterable[Metric]) -> list[Metric]:
 def create_models_app(services: Sequence[RouterService]) -> App:
     """Return the ASGI application of several models; its lifespan events start and close their services.
 
-    Raises `ConfigError` where two models have the same name.
+    Raises `ConfigError` where two models have the same name, or `batch.folder` can't be used.
     """
     switch, apart = ModelSwitch(services), bool(services[0].security.admin_port)
+    store = BatchStore(switch.lead.batch) if switch.lead.batch.folder else None
+    runner = BatchRunner(switch.lead, store, models=switch) if store is not None else None
     routes = (CLIENT_ROUTES if apart else {**ROUTES, **PAGE_ROUTES}) | FRONT_ROUTES
     prefixes = CLIENT_PREFIX_ROUTES if apart else PREFIX_ROUTES
-    answer = _answering(switch, routes, prefixes, _refusal(switch), dashboard=not apart)
+    answer = _answering(switch, routes, prefixes, _refusal(switch), BatchEndpoints(runner), dashboard=not apart)
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
@@ -282,7 +291,7 @@ def create_models_app(services: Sequence[RouterService]) -> App:
             exchange.allow_origin(switch.lead.security.origins)
             await answer(exchange)
         elif scope["type"] == "lifespan":
-            await run_lifespan(switch.services, None, receive, send)
+            await run_lifespan(switch.services, runner, receive, send)
 
     return app
 
@@ -290,7 +299,9 @@ def create_models_app(services: Sequence[RouterService]) -> App:
 def create_models_admin_app(services: Sequence[RouterService]) -> App:
     """Return the ASGI application of the operators' port of several models."""
     switch = ModelSwitch(services)
-    answer = _answering(switch, ADMIN_ROUTES, ADMIN_PREFIX_ROUTES, admin_refusal_of, dashboard=True)
+    answer = _answering(
+        switch, ADMIN_ROUTES, ADMIN_PREFIX_ROUTES, admin_refusal_of, BatchEndpoints(None), dashboard=True
+    )
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         await answer(HttpExchange(scope, receive, send))
@@ -311,15 +322,20 @@ def _refusal(switch: ModelSwitch) -> Refusal:
 
 
 def _answering(
-    switch: ModelSwitch, routes: Routes, prefixes: Routes, refusal: Refusal, *, dashboard: bool
+    switch: ModelSwitch,
+    routes: Routes,
+    prefixes: Routes,
+    refusal: Refusal,
+    batches: BatchEndpoints,
+    *,
+    dashboard: bool,
 ) -> Callable[[HttpExchange], Awaitable[None]]:
     """What answers the requests of one port."""
     handlers = ModelRoutes(switch)
     own, own_prefixes = handlers.of(routes, dashboard=dashboard), handlers.of(prefixes, dashboard=dashboard)
-    no_batches = BatchEndpoints(None)
 
     async def answer(exchange: HttpExchange) -> None:
-        exchange.scope[BATCHES] = no_batches
+        exchange.scope[BATCHES] = batches
         await serve_exchange(switch.lead, exchange, find_handler(exchange, own, own_prefixes), refusal)
 
     return answer

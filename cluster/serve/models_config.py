@@ -26,7 +26,7 @@ SECTION = "models"
 MAX_MODELS = 64
 OF_THE_ENDPOINT = (
     *("launch.routers", "launch.host", "launch.port", "launch.ray_address", "launch.dashboard"),
-    *("security", "tracing", "cluster.stop_timeout_s", "cluster.controllers"),
+    *("security", "tracing", "batch", "cluster.stop_timeout_s", "cluster.controllers"),
     *("router.body_buffer_bytes", "router.max_connections", "router.header_timeout_s", "router.body_timeout_s"),
     *("router.body_bytes_per_s", "router.write_timeout_s"),
 )
@@ -101,8 +101,6 @@ def _check_together(configs: Mapping[str, Config]) -> None:
 def _not_for_several(config: Config) -> Iterator[str]:
     if config.transfer.plane == "local":
         yield "transfer.plane=local runs one model in one process: leave it out"
-    if config.batch.folder:
-        yield "batch.folder: there are no batches where a file has several models"
     if config.cluster.controllers:
         yield "cluster.controllers: controllers of others are one model's; leave it out"
 

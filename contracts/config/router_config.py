@@ -191,7 +191,7 @@ class BatchConfig:
     max_batches: int = 50
     """Batches of one tenant that have not ended."""
     concurrency: int = 16
-    """Requests of batches that one router has under way."""
+    """Requests of batches that one router has under way, for each model."""
     line_tries: int = 5
     """Tries of a request that fails by the server's fault, before the failure is its answer. What finds no room isn't
     counted: it waits."""

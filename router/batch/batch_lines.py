@@ -1,19 +1,21 @@
 """The bytes of files: of an upload, of the lines of a batch's input, and of those that were answered.
 
-An input isn't read whole: it is looked through once, of each request it is remembered where it begins, and its body is
-left as it is for whoever reads requests. An output is its own journal: lines are only appended, each with the number of
-its request in its id, so what a crash leaves says by itself which requests have an answer.
+An input isn't read whole: it is looked through once, of each request it is remembered where it begins and which model
+it names, and its body is left as it is for whoever reads requests. An output is its own journal: lines are only
+appended, each with the number of its request in its id, so what a crash leaves says by itself which requests have an
+answer.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,10 +27,16 @@ from twinpool.router.batch.batch_store import (
     TooMany,
     locked_new,
 )
+from twinpool.router.openai.api_errors import ApiError
+
+if TYPE_CHECKING:
+    from twinpool.router.service.router_service import RouterService
 
 MAX_CUSTOM_ID = 512
 MAX_PROBLEMS = 50
 """Problems of an input that are told; further ones aren't looked for."""
+NO_MODEL = 255
+"""The place of a request that names no model of here: it is asked at once, as it only gets an error."""
 REST_BYTES, REST_S = 1 << 20, 0.005
 """After so many bytes of an input or an output that are read, other threads get so many seconds."""
 
@@ -83,6 +91,45 @@ class InputLine(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw(b"")
 
 
+class NamedModel(msgspec.Struct):
+    """The one field of a body that says whose it is; the others are skipped, unread."""
+
+    model: Any = None
+
+
+MODEL_OF = msgspec.json.Decoder(NamedModel)
+"""Raises `NO_OBJECT` where a body is no JSON object."""
+NO_OBJECT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class ModelChoice(Protocol):
+    """The models of an endpoint, by place."""
+
+    @property
+    def services(self) -> Sequence[RouterService]: ...
+    def places(self) -> Mapping[str, int] | None:
+        """Return which of `services` has each name, adapters' included; None where there is one, whatever is named."""
+        ...
+
+    def of_line(self, body: bytes, tenant: str) -> RouterService | ApiError:
+        """Return the service of the model that a body names, or why the tenant may not use it. Raises `RequestError`
+        where none has that name."""
+        ...
+
+
+class OneModel:
+    """The choice where there is none: the service's reader says which name is wrong."""
+
+    def __init__(self, service: RouterService) -> None:
+        self.services = (service,)
+
+    def places(self) -> None:
+        return None
+
+    def of_line(self, body: bytes, tenant: str) -> RouterService:
+        return self.services[0]
+
+
 class AnsweredLine(msgspec.Struct):
     """What counts of a line of an output."""
 
@@ -93,12 +140,14 @@ class CheckedInput(NamedTuple):
     starts: array[int]
     """Where each request begins in the file, and where the last one ends."""
     problems: list[BatchProblem]
+    models: bytearray
+    """Of each request the place of its model, or `NO_MODEL`."""
 
 
-def check_input(path: Path, max_lines: int, max_bytes: int) -> CheckedInput:
-    """Look through an input. What can't be a batch is a problem; a request that can't be served isn't. Raises
-    `OSError`."""
-    starts, problems, known = array("Q"), list[BatchProblem](), set[str]()
+def check_input(path: Path, max_lines: int, max_bytes: int, places: Mapping[str, int] | None = None) -> CheckedInput:
+    """Look through an input. What can't be a batch is a problem; a request that can't be served isn't. `places`: of
+    each model by its name; None where there is one, which has place 0. Raises `OSError`."""
+    starts, problems, known, models = array("Q"), list[BatchProblem](), set[str](), bytearray()
     at = rested = 0
     with path.open("rb") as source:
         for number, line in enumerate(iter(partial(source.readline, max_bytes + 1), b""), 1):
@@ -114,7 +163,8 @@ def check_input(path: Path, max_lines: int, max_bytes: int) -> CheckedInput:
             try:
                 if len(line) > max_bytes:
                     raise ValueError(f"the line has more than {max_bytes} bytes, which is the most")
-                name = msgspec.json.decode(line, type=InputLine).custom_id
+                read = msgspec.json.decode(line, type=InputLine)
+                name = read.custom_id
                 if not 0 < len(name) <= MAX_CUSTOM_ID:
                     raise ValueError(f"custom_id must have 1 to {MAX_CUSTOM_ID} characters")
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -127,6 +177,7 @@ def check_input(path: Path, max_lines: int, max_bytes: int) -> CheckedInput:
                 problems.append(BatchProblem("duplicate_custom_id", text, number, "custom_id"))
             known.add(name)
             starts.append(begin)
+            models.append(0 if places is None else _place(read.body, places))
             if len(starts) > max_lines:
                 problems.append(BatchProblem("too_many_requests", f"there are more than {max_lines} requests"))
             if len(problems) >= MAX_PROBLEMS or len(starts) > max_lines:
@@ -134,7 +185,65 @@ def check_input(path: Path, max_lines: int, max_bytes: int) -> CheckedInput:
     if not starts and not problems:
         problems.append(BatchProblem("empty_file", "the file has no request"))
     starts.append(at)
-    return CheckedInput(starts, problems)
+    return CheckedInput(starts, problems, models)
+
+
+def _place(body: msgspec.Raw, places: Mapping[str, int]) -> int:
+    try:
+        model = MODEL_OF.decode(body).model
+    except NO_OBJECT:
+        return NO_MODEL
+    return places.get(model, NO_MODEL) if isinstance(model, str) else NO_MODEL
+
+
+def line_refusal(line: InputLine, endpoint: str) -> ApiError | None:
+    """Return why a request can't be asked; None where it can."""
+    if line.method != "POST":
+        return ApiError(400, "method must be POST", "invalid_request_error", "invalid_method", "method")
+    if line.url != endpoint:
+        text = f"url must be the batch's endpoint, {endpoint}"
+        return ApiError(400, text, "invalid_request_error", "invalid_url", "url")
+    return None
+
+
+def answered_line(
+    line_id: str, name: str, request_id: str, answer: bytes | ApiError, error: dict[str, str] | None = None
+) -> bytes:
+    """Return a line of an output: what was answered, with a failure's status, or by `error` why nothing was."""
+    response = None
+    if error is None:
+        status, body = (answer.status, answer.to_json()) if isinstance(answer, ApiError) else (200, answer)
+        raw = msgspec.Raw(body if b"\n" not in body else msgspec.json.encode(msgspec.json.decode(body)))
+        response = {"status_code": status, "request_id": request_id, "body": raw}
+    return msgspec.json.encode({"id": line_id, "custom_id": name, "response": response, "error": error}) + b"\n"
+
+
+class LineQueue:
+    """The numbers of one model's requests that are to be asked, in the order of the file, and those that are to be
+    asked again, when their time has come."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._next = iter(numbers)
+        self._again: list[tuple[float, int]] = []
+
+    def due(self, now: float) -> int | None:
+        """Take the number that is next; None where there is none now."""
+        if self._again and self._again[0][0] <= now:
+            return heapq.heappop(self._again)[1]
+        return next(self._next, None)
+
+    def later(self, number: int, at: float) -> None:
+        """Have a request asked again at `at`."""
+        heapq.heappush(self._again, (at, number))
+
+
+def queues_of(models: Sequence[int], done: Sequence[int]) -> dict[int, LineQueue]:
+    """Return the requests without an answer by the place of their model."""
+    left: dict[int, list[int]] = {place: [] for place in sorted(set(models))}
+    for number, place in enumerate(models):
+        if not done[number]:
+            left[place].append(number)
+    return {place: LineQueue(numbers) for place, numbers in left.items()}
 
 
 class AnswerLog:

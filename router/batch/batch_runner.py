@@ -7,7 +7,9 @@ A request's seed, where it names none, is a function of batch and line, so one t
 **Idle capacity only.** Requests of batches are background (`contracts.messages.router_commands.BACKGROUND`): workers
 serve every other request before them, and let them take steps only while no other runs there. Beyond that this router
 begins new ones only while it takes less than half of its own queue, and some decode worker runs nothing else; they are
-no part of a tenant's limits, of the latencies that it reports, or of what its drain waits for.
+no part of a tenant's limits, of the latencies that it reports, or of what its drain waits for. Where an endpoint has
+several models each line is asked of its own, and waits for that one's idle capacity alone. A model that sleeps for want
+of requests is woken by one line, as by any request.
 
 What fails by the client's fault is an answer, as is an exception of ours. What finds no room waits. What fails by the
 server's fault is tried `batch.line_tries` times, as a request that takes workers with it must not do so for ever.
@@ -17,12 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
 import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -32,10 +33,20 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.contracts.ids import Role
 from twinpool.contracts.json_logs import log
-from twinpool.contracts.messages.router_commands import BACKGROUND
-from twinpool.router.batch.batch_lines import AnswerLog, CheckedInput, InputLine, check_input
+from twinpool.router.batch.batch_lines import (
+    NO_MODEL,
+    AnswerLog,
+    CheckedInput,
+    InputLine,
+    LineQueue,
+    ModelChoice,
+    OneModel,
+    answered_line,
+    check_input,
+    line_refusal,
+    queues_of,
+)
 from twinpool.router.batch.batch_store import (
     BATCH,
     BatchEvent,
@@ -48,6 +59,7 @@ from twinpool.router.batch.batch_store import (
     StoredBatch,
 )
 from twinpool.router.openai.api_errors import ApiError, failure_of, failure_of_done
+from twinpool.router.service.admission import idle_capacity
 from twinpool.router.service.open_answers import ClientRequest
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
@@ -83,9 +95,9 @@ class BatchRun:
         self._ids = f"batch_req_{batch.id.removeprefix('batch_')}_"
         self._log: AnswerLog | None = None
         self._starts: array[int] = array("Q")
-        self._next: Iterator[int] = iter(())
-        self._again: list[tuple[float, int]] = []
-        """Requests to be asked again, and when."""
+        self.models = bytearray()
+        """Of each request the place of its model; requests that are to be asked are in that one's queue."""
+        self._queues: dict[int, LineQueue] = {}
         self._tries: Counter[int] = Counter()
         self.unwritten: list[tuple[int, int, bytes]] = []
         """Lines that are to be kept."""
@@ -121,24 +133,24 @@ class BatchRun:
     async def _begin(self) -> None:
         """Check the input, and find out what is answered already."""
         path, thread = self.place.file(self.batch.input_file_id), self._runner.thread
-        limits = self._store.config.max_lines, self._runner.service.body_limit + ENVELOPE_BYTES
+        limits = self._store.config.max_lines, self._runner.body_limit + ENVELOPE_BYTES
         try:
             async with self._runner.reading:
-                found = await thread(partial(check_input, path, *limits))
+                found = await thread(partial(check_input, path, *limits, self._runner.models.places()))
         except FileNotFoundError as error:
             gone = BatchProblem("file_gone", f"the input can't be read: {error.strerror}")
-            found = CheckedInput(array("Q", [0]), [gone])
+            found = CheckedInput(array("Q", [0]), [gone], bytearray())
         if found.problems:
             refused = self.batch.after(BatchEvent.REFUSED, self._runner.now(), errors=found.problems)
             await self._keep_surely(refused)
             return
-        self._starts = found.starts
+        self._starts, self.models = found.starts, found.models
         total = len(found.starts) - 1
         outputs = [self.place.file(one) for one in (self.batch.output_file_id, self.batch.error_file_id)]
         async with self._runner.reading:
             self._log = await thread(partial(AnswerLog, outputs, self._ids, total))
         self.begun = True
-        self._next = iter([number for number in range(total) if not self._log.done[number]])
+        self._queues = queues_of(self.models, self._log.done)
         if self.batch.status is BatchState.VALIDATING:
             await self._keep_surely(self.batch.after(BatchEvent.CHECKED, self._runner.now(), total=total))
 
@@ -215,7 +227,7 @@ class BatchRun:
             if not self._log.done[number] and number not in waiting:
                 name = (await self._runner.thread(partial(self._read, number))).custom_id
                 text = "this request could not be answered before the completion window was over"
-                self._note(number, name, 1, {"code": "batch_expired", "message": text})
+                self._note(number, name, 1, b"", {"code": "batch_expired", "message": text})
         await self._flush()
         if not self.unwritten:
             await self._end(BatchEvent.TIMED_OUT)
@@ -232,14 +244,14 @@ class BatchRun:
 
     # ------------------------------------------------------------ one request
 
-    def due(self) -> int | None:
-        """Take the number of the request that is to be asked next; None where there is none now."""
+    def due(self, idle: Collection[int]) -> int | None:
+        """Take the number of the request that is to be asked next, of a model whose place is `idle`; None where there
+        is none now."""
         now = self._runner.service.clock.now()
         if self._log is None or self.batch.status is not BatchState.IN_PROGRESS or now < self.full_until:
             return None
-        if self._again and self._again[0][0] <= now:
-            return heapq.heappop(self._again)[1]
-        return next(self._next, None)
+        queues = [queue for place, queue in self._queues.items() if place in idle]
+        return next((number for queue in queues if (number := queue.due(now)) is not None), None)
 
     def ask(self, number: int) -> None:
         """Begin to ask a request."""
@@ -257,8 +269,8 @@ class BatchRun:
 
     async def _ask(self, number: int) -> None:
         line = await self._runner.thread(partial(self._read, number))
-        if (wrong := _wrong(line, self.batch.endpoint)) is not None:
-            self._note(number, line.custom_id, 1, None, wrong)
+        if (wrong := line_refusal(line, self.batch.endpoint)) is not None:
+            self._note(number, line.custom_id, 1, wrong)
             return
         seed = int.from_bytes(hashlib.sha256(f"{self._ids}{number}".encode()).digest()[:8])
         name = f"{self.batch.id}-{number}"
@@ -268,22 +280,24 @@ class BatchRun:
         except Exception:  # Our own bug, which another try would meet again.
             log("line failed", level=logging.ERROR, trace=True, batch=self.batch.id, line=number)
             text = "the server failed at this request; its log says how"
-            self._note(number, line.custom_id, 1, None, ApiError(500, text, "server_error", "internal"))
+            self._note(number, line.custom_id, 1, ApiError(500, text, "server_error", "internal"))
             return
         if failure is not None and failure.code in NO_ROOM:
             self._later(number, counted=False)
         elif failure is not None and failure.status >= 500 and self._tries[number] + 1 < self._store.config.line_tries:
             self._later(number, counted=True)
         elif failure is not None:
-            self._note(number, line.custom_id, 1, None, failure)
+            self._note(number, line.custom_id, 1, failure)
         else:
-            self._note(number, line.custom_id, 0, None, body)
+            self._note(number, line.custom_id, 0, body)
 
     async def _answer(self, asked: ClientRequest) -> tuple[bytes, ApiError | None]:
         """Ask the router itself. Returns the answer's body, or how it failed."""
-        service = self._runner.service
         try:
-            with service.buffer.beside_clients(len(asked.raw)):
+            service = self._runner.models.of_line(asked.raw, asked.tenant)
+            if isinstance(service, ApiError):
+                return b"", service
+            with self._runner.service.buffer.beside_clients(len(asked.raw)):
                 stream = await service.open(asked)
         except TwinpoolError as error:
             return b"", failure_of(error)
@@ -305,7 +319,7 @@ class BatchRun:
         self._tries[number] += counted
         first, most = BACKOFF_S
         wait_s = min(most, first * 2 ** min(self._tries[number], 10))
-        heapq.heappush(self._again, (self._runner.service.clock.now() + wait_s, number))
+        self._queues[self.models[number]].later(number, self._runner.service.clock.now() + wait_s)
 
     def _read(self, number: int) -> InputLine:
         begin, end = self._starts[number], self._starts[number + 1]
@@ -314,34 +328,27 @@ class BatchRun:
             return msgspec.json.decode(source.readline(end - begin), type=InputLine)  # Blank lines may follow.
 
     def _note(
-        self, number: int, name: str, which: int, error: dict[str, str] | None, answer: bytes | ApiError = b""
+        self, number: int, name: str, which: int, answer: bytes | ApiError, error: dict[str, str] | None = None
     ) -> None:
-        """Have a line kept: what was answered, with a failure's status, or why nothing was."""
-        response = None
-        if error is None:
-            status, body = (answer.status, answer.to_json()) if isinstance(answer, ApiError) else (200, answer)
-            raw = msgspec.Raw(body if b"\n" not in body else msgspec.json.encode(msgspec.json.decode(body)))
-            response = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": raw}
-        line = {"id": f"{self._ids}{number}", "custom_id": name, "response": response, "error": error}
-        self.unwritten.append((number, which, msgspec.json.encode(line) + b"\n"))
-
-
-def _wrong(line: InputLine, endpoint: str) -> ApiError | None:
-    """Why a request can't be asked; None where it can."""
-    if line.method != "POST":
-        return ApiError(400, "method must be POST", "invalid_request_error", "invalid_method", "method")
-    if line.url != endpoint:
-        text = f"url must be the batch's endpoint, {endpoint}"
-        return ApiError(400, text, "invalid_request_error", "invalid_url", "url")
-    return None
+        """Have a line kept (`answered_line`), in the output (0) or among the errors (1)."""
+        request_id = f"{self.batch.id}-{number}"
+        self.unwritten.append((number, which, answered_line(f"{self._ids}{number}", name, request_id, answer, error)))
 
 
 class BatchRunner:
     """All batches that this router has, on its event loop."""
 
-    def __init__(self, service: RouterService, store: BatchStore, now: Callable[[], float] = time.time) -> None:
-        """`now`: seconds since 1970."""
+    def __init__(
+        self,
+        service: RouterService,
+        store: BatchStore,
+        now: Callable[[], float] = time.time,
+        models: ModelChoice | None = None,
+    ) -> None:
+        """`now`: seconds since 1970. `models`: where there are several, of which `service` leads."""
         self.service, self.store, self.now = service, store, now
+        self.models = models or OneModel(service)
+        self.body_limit = max(one.body_limit for one in self.models.services)
         self.kept: Counter[str] = Counter(completed=0, failed=0)
         """Lines that were kept, by the file."""
         self._threads = ThreadPoolExecutor(THREADS, "batches")
@@ -351,7 +358,7 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._looked_at = self._swept_at = float("-inf")
-        service.metrics.sources.append(self.metrics)
+        service.metrics.of_process.append(self.metrics)
 
     async def thread(self, call: Callable[[], T]) -> T:
         """Call what blocks. Whoever is cancelled meanwhile waits for its end: what writes has written, or not begun,
@@ -451,38 +458,31 @@ class BatchRunner:
 
     def begin_lines(self) -> None:
         """Ask as many requests as there is idle capacity for, those of the tenant that has fewest under way first."""
-        room = self.store.config.concurrency - self.asking
         runs = list(self.runs.values())
-        while room > 0 and runs and self.idle():
+        room = self._room(runs)
+        while runs and (free := [place for place, count in room.items() if count > 0]):
             under_way: Counter[str] = Counter()
             for run in self.runs.values():
                 under_way[run.batch.tenant] += len(run.asking)
             run = min(runs, key=lambda one: (under_way[one.batch.tenant], len(one.asking)))
-            number = run.due()
+            number = run.due(free)
             if number is None:
                 runs.remove(run)
                 continue
             run.ask(number)
-            room -= 1
+            room[run.models[number]] -= 1
 
-    def idle(self) -> bool:
-        """Whether there is idle capacity, as far as this router sees."""
-        core, admission = self.service.core, self.service.admission
-        served = core.workers.served
-        if served.paused or served.asleep:  # What begins now may not end before its deadline.
-            return False
-        if any(not core.serving(role) for role in core.workers.needed) or 2 * admission.booked >= admission.max_choices:
-            return False
-        if self.service.background_rows:
-            return True
-        busy = {
-            name
-            for _, choice in self.service.answers.owners.values()
-            if choice.request.priority > BACKGROUND
-            for name in choice.request.workers.values()
-        }
-        decoding = [role for role in core.workers.roles if role is not Role.PREFILL]
-        return any(entry.record.name not in busy for role in decoding for entry in core.serving(role))
+    def _room(self, runs: Sequence[BatchRun]) -> dict[int, int]:
+        """How many requests may begin, by the place of their model."""
+        running = Counter(run.models[number] for run in runs for number in run.asking.values())
+        found = {NO_MODEL: self.store.config.concurrency - running[NO_MODEL]}
+        for place, service in enumerate(self.models.services):
+            served = service.core.workers.served
+            if served.asleep and served.by_demand and not served.paused:
+                found[place] = 1 - running[place]  # It wakes the model; the others follow once that serves.
+            elif idle_capacity(service):
+                found[place] = self.store.config.concurrency - running[place]
+        return found
 
     def metrics(self) -> Iterator[Metric]:
         lines = CounterMetricFamily("twinpool_batch_lines", "Requests of batches that have a line", labels=["result"])

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -35,6 +36,9 @@ from twinpool.router.openai.request_headers import SLO_HEADER
 from twinpool.router.security.tenant_accounts import ApiKeys, TenantAccounts
 from twinpool.router.state.worker_table import WorkerTable
 from twinpool.router.tokenizer_pool.prepare_request import too_long
+
+if TYPE_CHECKING:
+    from twinpool.router.service.router_service import RouterService
 
 _MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 NO_LIMITS = TenantLimits()
@@ -171,6 +175,26 @@ class QuotaLeases:
         self._accounts.granted(claims, slices, self._clock.now())
         if was_alone:
             log("quotas leased again")
+
+
+def idle_capacity(service: RouterService) -> bool:
+    """Return whether a router has idle capacity for background requests of its model, as far as it sees."""
+    core, admission = service.core, service.admission
+    served = core.workers.served
+    if served.paused or served.asleep:  # What begins now may not end before its deadline.
+        return False
+    if any(not core.serving(role) for role in core.workers.needed) or 2 * admission.booked >= admission.max_choices:
+        return False
+    if service.background_rows:
+        return True
+    busy = {
+        name
+        for _, choice in service.answers.owners.values()
+        if choice.request.priority > BACKGROUND
+        for name in choice.request.workers.values()
+    }
+    decoding = [role for role in core.workers.roles if role is not Role.PREFILL]
+    return any(entry.record.name not in busy for role in decoding for entry in core.serving(role))
 
 
 class Admission:

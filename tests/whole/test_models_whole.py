@@ -1,11 +1,12 @@
-"""Three models behind one endpoint, in real clusters: answers, a drain, kills of a worker and of a whole model, and one
-that sleeps by demand.
+"""Three models behind one endpoint, in real clusters: answers, a drain, kills of a worker and of a whole model, one
+that sleeps by demand, and a batch with lines for all of them.
 
 Every answer is compared with transformers' greedy answer by the weights of the model that the request names.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -47,9 +48,9 @@ def served(oracle: dict[str, tuple[Path, list[list[int]]]], tmp_path: Path) -> I
     }
     models["second"]["pools"] = {"decode": 2}
     models[NIGHT] |= {"pools": {"colocated": 1}, "cluster": {"sleep_after_s": 5.0, "sleep_level": 2}}
-    file = tmp_path / "models.yaml"
+    file, batch = tmp_path / "models.yaml", {"folder": str(tmp_path / "batches"), "free_bytes": 0}
     common = {"engine": {"threads": 1}, "cache": {"device_tokens": 4096}, "cluster": {"host_memory_share": 0.05}}
-    file.write_text(yaml.safe_dump({**common, "models": models}))
+    file.write_text(yaml.safe_dump({**common, "batch": batch, "models": models}))
     with serving(None, tmp_path / "run", "--config", str(file)) as running:
         yield running
 
@@ -65,6 +66,28 @@ def ask_all(served: Serving, oracle: dict[str, tuple[Path, list[list[int]]]], *m
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(one, asked))
     assert found == [oracle[model][1][number] for model, number in asked]
+
+
+def batch_all(served: Serving, oracle: dict[str, tuple[Path, list[list[int]]]], *models: str) -> None:
+    """Have the command answer each prompt of these models in one batch: each answer must be its own model's."""
+    sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    lines = [
+        {
+            "custom_id": f"{model} {number}",
+            "url": "/v1/completions",
+            "body": {"model": model, "prompt": prompt, **sampling},
+        }
+        for number, prompt in enumerate(PROMPTS)
+        for model in models
+    ]
+    source, target = served.runtime / "lines.jsonl", served.runtime / "answers.jsonl"
+    source.write_text("".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines))
+    done = served.twinpool("batch", str(source), "--output", str(target), timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, target.read_text().splitlines())}
+    assert {name: body["choices"][0]["token_ids"] for name, body in found.items()} == {
+        f"{model} {number}": oracle[model][1][number] for model in models for number in range(len(PROMPTS))
+    }
 
 
 def worker_of(served: Serving, model: str, name: str) -> dict[str, Any]:
@@ -111,6 +134,7 @@ def test_each_model_answers_by_itself_through_drains_and_kills(
     until(lambda: state_of(served, NIGHT) == "asleep", "the model that nobody asks to fall asleep")
     until(lambda: not serves(served, NIGHT, "colocated-0"), "its worker to leave")
     ask_all(served, oracle, *MODELS, NIGHT)
+    batch_all(served, oracle, *MODELS, NIGHT)
     assert served.metric("twinpool_wakes_total", model=NIGHT) >= 1
     for model in MODELS:
         checked = served.twinpool("check", "--model-name", model)

@@ -69,7 +69,7 @@ def test_names_and_ledgers_of_clusters_are_told_apart(file: Path) -> None:
         ({"models": {"a": {}, "b": {"router": {"served_model_name": "a"}}}}, "models a and b are both served as a"),
         ({"cluster": {"controller_port": 7000}, "models": {"a": {}, "b": {}}}, "both controlled at port 7000"),
         ({"transfer": {"plane": "local"}, "models": {"a": {}}}, "model a: transfer.plane=local"),
-        ({"batch": {"folder": "/x"}, "models": {"a": {}}}, "model a: batch.folder"),
+        ({"models": {"a": {"batch": {"folder": "/x"}}}}, "models.a.batch is of the endpoint"),
         ({"cluster": {"controllers": "h:1", "name": "n", "ledger": "redis://h:1"}, "models": {"a": {}}}, "controllers"),
     ],
 )

@@ -28,7 +28,7 @@ from twinpool.router.batch import batch_lines, batch_runner
 from twinpool.router.batch.batch_runner import BatchRun, BatchRunner
 from twinpool.router.batch.batch_store import BatchStore, StorageFull, StoredBatch
 from twinpool.router.openai.api_errors import Asleep, QueueFull
-from twinpool.router.service.admission import BodyBuffer
+from twinpool.router.service.admission import BodyBuffer, idle_capacity
 from twinpool.router.service.open_answers import ClientRequest
 
 URL = "/v1/completions"
@@ -54,7 +54,7 @@ class Service:
     def __init__(self) -> None:
         self.clock, self.body_limit = ManualClock(1000.0), 1 << 20
         self.buffer = BodyBuffer(1 << 20)
-        self.metrics = SimpleNamespace(sources=[])
+        self.metrics = SimpleNamespace(of_process=[])
         self.admission = SimpleNamespace(booked=0, max_choices=8)
         self.answers = SimpleNamespace(owners={})
         self.draining = self.leaving = False
@@ -290,7 +290,10 @@ async def test_bodies_of_lines_leave_half_of_their_memory_to_clients(tmp_path: P
 @pytest.mark.asyncio
 async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> None:
     async with rig(tmp_path) as made:
-        service, idle = made.service, made.runner.idle
+        service = made.service
+
+        def idle() -> bool:
+            return idle_capacity(service)  # type: ignore[arg-type]
 
         def owner(priority: int, **workers: str) -> None:
             named = {Role[role.upper()]: name for role, name in workers.items()}
@@ -321,6 +324,21 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
             assert idle(), "decode worker e runs none else"
             owner(0, prefill="p", decode="e")
             assert idle() == bool(rows)
+
+
+@pytest.mark.asyncio
+async def test_one_line_wakes_what_sleeps_for_want_of_requests_and_the_others_follow(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        made.submit([request(number) for number in range(4)])
+        made.service.script = endless
+        workers = made.service.core.workers
+        for served, asked in (
+            (ServedWeights(asleep=1), 0), (ServedWeights(asleep=1, by_demand=True), 1), (ServedWeights(), 4),
+        ):  # fmt: skip
+            workers.served = served
+            for _ in range(2):
+                await made.turn()
+            assert len(made.service.asked) == asked
 
 
 @pytest.mark.asyncio

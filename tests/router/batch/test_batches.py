@@ -10,9 +10,10 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import httpx
@@ -33,9 +34,11 @@ from twinpool.contracts.key_file import ApiKey, KeyFile, digest_of, write_key_fi
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.batch import batch_runner
 from twinpool.router.batch.batch_store import BatchPlace, BatchStore, StorageFull, StoredBatch
+from twinpool.router.service.admission import idle_capacity
 
 URL: Literal["/v1/completions"] = "/v1/completions"
 QUICK = {"sync_s": 0.01}
+NO_OTHERS: Mapping[str, FakeCluster] = MappingProxyType({})
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +49,12 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def router(folder: Path, cluster: FakeCluster | None = None, **sections: Any) -> Iterator[Server]:
+def router(
+    folder: Path, cluster: FakeCluster | None = None, others: Mapping[str, FakeCluster] = NO_OTHERS, **sections: Any
+) -> Iterator[Server]:
     batch = {"folder": str(folder), **QUICK, **sections.pop("batch", {})}
     config = config_from_dict({"batch": batch, **sections})
-    with serving(cluster or FakeCluster(1, 1), config=config) as server:
+    with serving(cluster or FakeCluster(1, 1), config=config, others=others) as server:
         yield server
         server.at_rest()
 
@@ -128,6 +133,55 @@ def test_a_batch_of_the_openai_package_is_answered_line_by_line_and_a_bad_line_i
         assert 'twinpool_batch_lines_total{result="failed"} 7.0' in server.client.get("/metrics").text
 
 
+def keys_file(path: Path, **models: list[str]) -> dict[str, str]:
+    """Write keys of these tenants, who may use these models; returns the section."""
+    keys = [{"id": who, "tenant": who, "sha256": digest_of(f"tp-{who}")} for who in models]
+    path.write_text(json.dumps({"tenants": {who: {"models": may} for who, may in models.items()}, "keys": keys}))
+    return {"keys_file": str(path)}
+
+
+def test_each_line_is_answered_by_the_model_that_it_names_and_waits_for_that_one_alone(tmp_path: Path) -> None:
+    other, security = FakeCluster(1, 1), keys_file(tmp_path / "keys.json", all=["demo", "other"], one=["other"])
+    with router(tmp_path / "batches", others={"other": other}, security=security) as server:
+        core = server.others["other"].core
+        server.wait_until(lambda: all(core.serving(role) for role in core.workers.roles))
+        models = dict(enumerate(["demo", "other"] * 6 + ["neither"]))
+        lines = [line(number, model=model) for number, model in models.items()] + [line(13), line(14)]
+        lines[14]["body"] = [1]
+        server.call(other["decode-0"].pause)
+        headers = {"authorization": "Bearer tp-all"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=WAIT_S, trust_env=False) as live:
+            asked = live.build_request("POST", URL, json=line(99, model="other", stream=True)["body"])
+            stream = live.send(asked, stream=True)
+            server.wait_until(lambda: core.requests.in_flight == 1)
+            batch = submit(client_of(server, "tp-all"), lines)
+            log = 'twinpool_batch_lines_total{result="completed"} 6.0'
+            until(lambda: log in server.client.get("/metrics").text)
+            assert core.requests.in_flight == 1, "lines of the model that is busy wait, those of the other don't"
+            server.call(other["decode-0"].resume)
+            stream.read()
+            stream.close()
+        client = client_of(server, "tp-all")
+        batch = ended(client, batch.id)
+        good, bad = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
+        told = {one["custom_id"]: one["response"]["body"] for one in good}
+        assert {name: (body["model"], body["choices"][0]["text"]) for name, body in told.items()} == {
+            f"line-{number}": (models[number], answer(server, number)) for number in range(12)
+        }
+        assert sum(len(worker.submits) for worker in other.workers.values()) == 2 * (6 + 1)
+        errors = {one["custom_id"]: one["response"] for one in bad}
+        assert {name: one["status_code"] for name, one in errors.items()} == {
+            "line-12": 404, "line-13": 400, "line-14": 400,
+        }  # fmt: skip
+        assert "'demo', 'other'" in errors["line-12"]["body"]["error"]["message"]
+        few = client_of(server, "tp-one")
+        batch = ended(few, submit(few, [line(number, model=models[number]) for number in range(2)]).id)
+        (refused,) = lines_of(few, batch.error_file_id)
+        assert (refused["custom_id"], refused["response"]["status_code"]) == ("line-0", 403)
+        assert [one["custom_id"] for one in lines_of(few, batch.output_file_id)] == ["line-1"]
+        server.wait_until(lambda: not other.leftovers())
+
+
 def test_what_is_no_batch_fails_and_says_where(tmp_path: Path) -> None:
     with router(tmp_path) as server:
         client = client_of(server)
@@ -184,7 +238,7 @@ def test_an_expired_batch_says_so_in_a_line_for_each_request_without_an_answer(t
 
 
 def runner_of(server: Server) -> batch_runner.BatchRunner:
-    owners = [getattr(source, "__self__", None) for source in server.service.metrics.sources]
+    owners = [getattr(source, "__self__", None) for source in server.service.metrics.of_process]
     (found,) = [owner for owner in owners if isinstance(owner, batch_runner.BatchRunner)]
     return found
 
@@ -419,7 +473,7 @@ def test_lines_are_background_unmetered_and_begin_only_while_a_decode_worker_run
             batch = submit(client, [line(number) for number in range(20)])
             runner = runner_of(server)
             server.wait_until(lambda: any(run.begun for run in runner.runs.values()))
-            assert not server.call(runner.idle)
+            assert not server.call(lambda: idle_capacity(server.service))
             assert runner.asking == 0
             server.resume()
             answer.read()
