@@ -129,7 +129,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     _own_environment(folder)
     import ray
 
-    with _agent_on_free_port(), apart_from_terminal():
+    with _parts_of_one_machine(), apart_from_terminal():
         context = ray.init(
             address="local",
             _node_ip_address=LOOPBACK,
@@ -163,6 +163,7 @@ def start_kept_ray(
     command = [
         *module_command("ray.scripts.scripts", "start", "--head", f"--port={port}"),
         *(f"--node-ip-address={LOOPBACK}", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0"),
+        *("--no-monitor", "--include-log-monitor=false"),  # As in `_parts_of_one_machine`.
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-gpus=0", "--disable-usage-stats"),
         f"--resources={json.dumps(dict.fromkeys(RESOURCES.values(), OWN_SLOTS))}",
         f"--include-dashboard={str(dashboard).lower()}",
@@ -273,16 +274,20 @@ def _vital_processes() -> dict[str, tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _agent_on_free_port() -> Iterator[None]:
-    """Make `ray.init` give its node agent a free port, within this context.
+def _parts_of_one_machine() -> Iterator[None]:
+    """Make `ray.init` start what a Ray of one machine needs, within this context; it has no arguments for it, as
+    `ray start` has.
 
-    Ray's default is one fixed port, for which a second Ray on the machine waits seconds in vain. `ray.init` has no
-    argument for the port; `ray start` has, with 0 for any, which is set here.
+    The node agent gets a free port: for Ray's default, one fixed port, a second Ray on the machine waits seconds in
+    vain. There is no process that would start machines of a cloud (`monitor`), nor one that sends what workers print to
+    drivers (`log_monitor`), which ours don't ask for: a second of a processor at the start, and 100 MB.
     """
     from ray._private.parameter import RayParams  # noqa: PLC2701  (Ray has no public name for it)
 
     plain = RayParams.__init__
-    RayParams.__init__ = functools.partialmethod(plain, dashboard_agent_listen_port=0)
+    RayParams.__init__ = functools.partialmethod(
+        plain, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False
+    )
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from tests.support.served_cluster import Serving, family
 
 PATIENCE_S = 0.5
 """How long a stranger waits for an answer."""
-RAYS_OWN = ("raylet", "gcs_server", "dashboard", "runtime_env", "log_monitor", "reaper")
+RAYS_OWN = ("raylet", "gcs_server", "dashboard", "runtime_env", "reaper")
 """Processes of Ray, which are Ray's to defend."""
 
 CLIENT_HELLO = bytes.fromhex(

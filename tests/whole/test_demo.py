@@ -127,6 +127,13 @@ def test_the_demo_takes_at_most_two_gigabytes(demo: Serving) -> None:
 
 
 @pytest.mark.slow
+def test_of_rays_processes_none_runs_that_nobody_asks(demo: Serving) -> None:
+    lines = [" ".join(process.cmdline()) for process in family(demo.process)]
+    assert any("raylet" in line for line in lines)
+    assert not [line for line in lines if "monitor.py" in line]
+
+
+@pytest.mark.slow
 def test_workers_come_no_later_than_anything_else_on_the_machine(demo: Serving) -> None:
     """Ray would run them at niceness 15."""
     workers = [p for p in family(demo.process) if any("WorkerActor" in part for part in p.cmdline())]

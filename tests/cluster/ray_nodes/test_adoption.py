@@ -20,6 +20,10 @@ from pathlib import Path
 from twinpool.cluster.ray_nodes.ray_cluster import start_kept_ray
 from twinpool.cluster.processes.free_port import free_port
 address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
+import psutil
+started = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+words = [word for line in started if any(sys.argv[1] in word for word in line) for word in line]
+assert any(word.endswith("raylet") for word in words) and not any(word.endswith("monitor.py") for word in words)
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from twinpool.cluster.ray_nodes import worker_actor, worker_actors
