@@ -42,8 +42,8 @@ from twinpool.contracts.errors import CheckpointError, ConfigError
 
 _LOWEST_TOKEN = 300
 """Ids below may be special."""
-SIDES = ("invariant", "fast", "torch", "generate", "continuous", "openvino", "vllm")
-"""torch: ours without the C++ kernels. The last two need `python -m bench.rivals --install`."""
+SIDES = ("invariant", "fast", "torch", "drafted", "generate", "continuous", "openvino", "vllm")
+"""torch: no C++ kernels; drafted: 4 drafts a row, all right. The last two need `python -m bench.rivals --install`."""
 
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -51,6 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "int8": {"activations": "int8"},
     "fast": {"numerics": "fast"},
     "torch": {"attention": "torch"},
+    "drafted": {},
 }
 
 
@@ -179,7 +180,8 @@ def make_side(
     sequences = max(s.batch for s in scenarios)
     config: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads}
     if name in _OWN:
-        ours = Twinpool(model, EngineConfig(**_OWN[name], **config), tokens, sequences, clock=args.clock)
+        made, drafts = EngineConfig(**_OWN[name], **config), 4 * (name == "drafted")
+        ours = Twinpool(model, made, tokens, sequences, clock=args.clock, drafts=drafts)
         ours.name = f"twinpool, {name}"
         return ours
     if name in PACKAGES:

@@ -38,6 +38,7 @@ def test_families_are_measured_and_answer_as_transformers_does(
     monkeypatch.setattr(random_model, "FAMILIES", small)
     out = tmp_path / "out.json"
     sizes = ["--prefill-tokens", "150", "--context", "140", "--output-tokens", "4", "--batches", "2"]
+    sizes += ["--sides", "invariant", "drafted", "generate"]
     arguments = [*sizes, "--dtype", "float32", "--repeats", "1", "--threads", "1", "--json", str(out)]
     assert engine.main(["--families", *names, *arguments]) == 0
     written = json.loads(out.read_text())

@@ -18,6 +18,7 @@ from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.attention.attention_backend import undoable_positions
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
@@ -64,10 +65,12 @@ class Twinpool:
         page_tokens: int = 16,
         device: Device | None = None,
         clock: str = "wall",
+        drafts: int = 0,
     ) -> None:
         """Room for so many sequences, which need pages for `tokens` positions together; on the CPU without `device`.
-        `clock`: of `CLOCKS`."""
-        self._now = CLOCKS[clock]
+        `clock`: of `CLOCKS`. `drafts`: each row of a decode step has up to so many, which are all right: they are
+        of an answer that is made before the clock starts."""
+        self._now, self._drafts = CLOCKS[clock], drafts
         device = device or CpuDevice()
         self.name = f"twinpool, {config.numerics}"
         model = read_model(folder)
@@ -93,17 +96,26 @@ class Twinpool:
                 self.pools.zero({pool.name: mine})
         return held
 
-    def _row(self, tokens: list[int], start: int, held: dict[str, TableSlice], draw: TokenDraw | None) -> BatchRow:
+    def _row(
+        self, tokens: list[int], start: int, held: dict[str, TableSlice], draw: TokenDraw | None, drafted: int = 0
+    ) -> BatchRow:
         """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
         tables = {}
         for pool in self.pools.spec.pools:
             seen = start - pool.window_tokens + 1 if pool.kind is PoolKind.WINDOW else 0
             first = max(0, seen) // self.pools.spec.page_tokens
             tables[pool.name] = held[pool.name]._replace(first=first)
-        return BatchRow(tokens, start, tables, draw)
+        return BatchRow(tokens, start, tables, draw, drafted=drafted)
 
     def run(self, prompts: Prompts, count: int, after_step: Callable[[], None] | None = None) -> Answer:
         """As `Side.run`; `after_step` is called after each step, before the next one begins."""
+        known = self._run(prompts, count, None, None).tokens if self._drafts else None
+        return self._run(prompts, count, after_step, known)
+
+    def _run(
+        self, prompts: Prompts, count: int, after_step: Callable[[], None] | None, known: list[list[int]] | None
+    ) -> Answer:
+        """`known`: the answers, of which drafts are taken."""
         held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]
         start = self._now()
         params = SamplingParams(max_tokens=_NO_END, temperature=0.0)
@@ -117,8 +129,8 @@ class Twinpool:
             outputs = self.engine.forward(rows)
             now = self._now() - start
             for i, out in zip(members, outputs, strict=True):
-                if out.drawn is not None:
-                    tokens[i].append(out.drawn.token)
+                for drawn in (*out.accepted, *([out.drawn] if out.drawn is not None else [])):
+                    tokens[i].append(drawn.token)
                     times[i].append(now)
             if after_step is not None:
                 after_step()
@@ -128,9 +140,20 @@ class Twinpool:
                 part = list(prompt[begin : begin + self.chunk_tokens])
                 last = begin + len(part) == len(prompt)
                 step([i], [self._row(part, begin, held[i], draws(i) if last else None)])
-        everyone = range(len(prompts))
-        for _ in range(count - 1):
-            step(everyone, [self._row(tokens[i][-1:], len(tokens[i]) - 1, held[i], draws(i)) for i in everyone])
+        while members := [i for i, prompt in enumerate(prompts) if len(tokens[i]) < len(prompt) + count]:
+            rest = [known[i][len(tokens[i]) - len(prompts[i]) : -1] if known is not None else [] for i in members]
+            step(
+                members,
+                [self._decoded(tokens[i], left, held[i], draws(i)) for i, left in zip(members, rest, strict=True)],
+            )
         return Answer([t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], times)
+
+    def _decoded(self, tokens: list[int], rest: list[int], held: dict[str, TableSlice], draw: TokenDraw) -> BatchRow:
+        """A row of a decode step, with drafts of the `rest` of its answer as far as they can be undone."""
+        start = len(tokens) - 1
+        recurrent = any(pool.kind is PoolKind.STATE for pool in self.pools.spec.pools)
+        drafts = rest[: min(self._drafts, undoable_positions(start)) if recurrent else self._drafts]
+        draw = draw._replace(tokens=[*tokens, *drafts]) if drafts else draw
+        return self._row([tokens[-1], *drafts], start, held, draw, len(drafts))
 
     def close(self) -> None: ...

@@ -398,9 +398,8 @@ def _keep(buffer: Tensor, x_wh: Tensor, blocks: StepBlocks) -> None:
 
 def _addresses(*values: Tensor | int | None) -> ctypes.Array[ctypes.c_long]:
     """A struct of the kernels whose fields are addresses and whole numbers: of tensors where they lie, of None 0."""
-    return (ctypes.c_long * len(values))(
-        *(value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values)
-    )
+    given = [v if isinstance(v, int) else 0 if v is None else v.data_ptr() for v in values]
+    return (ctypes.c_long * len(given))(*given)
 
 
 class NativeRecurrence:
@@ -423,8 +422,8 @@ class NativeRecurrence:
         out_tc = torch.empty_like(x_tc, memory_format=torch.contiguous_format)
         first, fields = 0, list[Tensor | int]()
         for state in states:
-            assert state[0].is_contiguous(), "entries of a slot follow each other"
             units, held, width = state.shape[1:]
+            assert state.stride()[1:] == (held * width, width, 1), "entries of a slot follow each other"
             fields += [state, state.stride(0), units, width, first]
             first += units * width
         shape = _addresses(len(plan.starts), len(states), first, len(weight_kc) - 1, held, activated)
@@ -453,8 +452,9 @@ class NativeRecurrence:
         rows = [x if x is None else x.contiguous() for x in (q_tgk, k_tgk, v_thv, decay_th, beta_th)]
         out_thv = torch.empty_like(v_thv, memory_format=torch.contiguous_format)
         buffers = (state.matrix, state.keys, state.values, state.decays, state.solved)
-        assert all(x is None or x[0].is_contiguous() for x in buffers), "what a slot has of a buffer is in one piece"
         (_, groups, key_dim), (heads, value_dim) = k_tgk.shape, v_thv.shape[1:]
+        size = key_dim * value_dim
+        assert state.matrix.stride()[1:] == (size, value_dim, 1), "what a slot has of a buffer is in one piece"
         apart = (0 if x is None else x.stride(0) for x in buffers)
         shape = _addresses(len(plan.starts), heads, groups, key_dim, value_dim, *apart)
         self._kernels.functions["scan", torch.float32](shape, _addresses(*rows, out_thv, *buffers), self._slots(plan))
