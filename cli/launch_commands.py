@@ -45,9 +45,9 @@ def serve(args: argparse.Namespace) -> int:
 
     began, options = SystemClock().now(), _launch_options(args)
     if options.config is not None and (models := _models_of(args, options)) is not None:
-        from twinpool.cluster.serve.serve_models import serve_models
+        from twinpool.cluster.serve.serve_models import launch_models, serve_models
 
-        return serve_models(models, began)
+        return launch_models(models, sys.stdout, time.sleep) if args.detach else serve_models(models, began)
     prepared = _prepared(options)
     if args.detach:
         return _launch(prepared)
@@ -61,11 +61,8 @@ def _models_of(args: argparse.Namespace, options: ServeOptions) -> ModelsPlan | 
     from twinpool.cluster.serve.serve_models import plan_models
 
     models = plan_models(options)
-    if models is not None and (args.detach or args.served_model_name):
-        raise ConfigError(
-            "--detach and --served-model-name are for one model: with several, run serve under systemd, and name them "
-            "in the file"
-        )
+    if models is not None and args.served_model_name:
+        raise ConfigError("--served-model-name is for one model: with several, name them in the file")
     return models
 
 
@@ -134,16 +131,22 @@ def up(args: argparse.Namespace) -> int:
     run = live_run_of(args.config)
     if run is not None:
         print_line(f"{run.url} was launched with this file: its changes are applied")
-        return apply_file(args, AdminClient.of_run(run, ""))
+        return apply_file(args, AdminClient.of_run(run, ""), run)
     if args.dry_run:
+        from twinpool.cluster.serve.models_config import models_of
         from twinpool.contracts.config.load_config import load_config
 
-        load_config(args.config)
+        if not models_of(args.config):
+            load_config(args.config)
         print_line(f"no cluster of {args.config} runs here: it would be launched")
         return FINE
     from twinpool.cluster.serve.preflight import ServeOptions
+    from twinpool.cluster.serve.serve_models import launch_models, plan_models
 
-    return _launch(_prepared(ServeOptions.of_file(args.config)))
+    options = ServeOptions.of_file(args.config)
+    if (models := plan_models(options)) is not None:
+        return launch_models(models, sys.stdout, time.sleep)
+    return _launch(_prepared(options))
 
 
 def controller(args: argparse.Namespace) -> int:

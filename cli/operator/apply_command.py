@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_marks
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.pool_commands import ROLES, follow, order
-from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out
+from twinpool.cli.operator.rolling_restart import CommandOfModels, RollingRestart, carry_out
+from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError
 
 POLL_S = 0.5
 """Seconds between two looks at whether services are replaced."""
 AWAY_S = 60.0
 """How long calls may fail in a row while they are."""
+SECTION = "models"
+"""The section of a file of several models."""
 LACKED = "the file's settings: see whether another operator has changed them, and apply again"
 """What a worker doesn't have that comes back as it was, and what to do about it."""
 
@@ -120,7 +124,7 @@ class ApplyCommand:
         """Do it, saying a line as each worker has; returns the seconds. Raises `CommandRefused` with what isn't done,
         and `ConfigError`."""
         began = self._operator.clock()
-        self._check_pairs()
+        self.check()
         if plan.changed:
             self._order(dry_run=False)
             self._say("the settings are changed")
@@ -178,8 +182,9 @@ class ApplyCommand:
     def _differs(row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
         return row["role"] in digests and row.get("settings") != digests[row["role"]]
 
-    def _check_pairs(self) -> None:
-        """Refuse to restart a role's only worker, before anything is changed; one that is on its way is waited for."""
+    def check(self) -> None:
+        """Refuse to restart a role's only worker, before anything is changed; one that is on its way is waited for.
+        Raises `CommandRefused`."""
 
         def look() -> tuple[dict[str, str], dict[str, int]]:
             plan = self.plan()
@@ -231,11 +236,47 @@ def _counts(row: Mapping[str, Any]) -> bool:
 
 
 def apply(args: argparse.Namespace) -> int:
-    return apply_file(args, client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)[0])
+    operator, chosen = client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)
+    return apply_file(args, operator, chosen.run)
 
 
-def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
+def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | None) -> int:
+    """Apply the file's settings to a cluster. `run`: where it is one of this machine."""
     check_timeout(args.timeout)
-    command = ApplyCommand(operator, read_settings(args.config), print_line, timeout_s=args.timeout, force=args.force)
+
+    def command(operator: AdminClient, settings: Mapping[str, Any], say: Callable[[str], None]) -> ApplyCommand:
+        return ApplyCommand(operator, settings, say, timeout_s=args.timeout, force=args.force)
+
     nothing = "the cluster has these settings, and all workers were started with them"
-    return carry_out(command, nothing, dry_run=args.dry_run)
+    settings = read_settings(args.config)
+    if SECTION not in settings:
+        return carry_out(command(operator, settings, print_line), nothing, dry_run=args.dry_run)
+    if args.model_name:
+        raise ConfigError(f"{args.config} has all models: leave out --model-name")
+    served, models = _models_to_change(args.config, run)
+    commands = {
+        name: command(AdminClient.of_run(served, args.ca, name), own, partial(_say_of, name))
+        for name, own in models.items()
+    }
+    return carry_out(CommandOfModels(commands), nothing, dry_run=args.dry_run)
+
+
+def _say_of(model: str, line: str) -> None:
+    print_line(f"{model}: {line}")
+
+
+def _models_to_change(file: Path, run: RunFile | None) -> tuple[RunFile, dict[str, dict[str, Any]]]:
+    """The run of several models, and what each model's cluster is told of the file. Raises `ConfigError` where the
+    running cluster isn't of these models, or the file changes what the endpoint has."""
+    from twinpool.cluster.serve.detached_state import ModelsState, models_in
+    from twinpool.cluster.serve.models_config import settings_of_models
+
+    if run is None or not run.folder:
+        raise ConfigError(
+            f"{file} has several models: apply all of it on the machine where they were launched with serve --detach, "
+            "or one model's settings by a file of its own and --model-name"
+        )
+    running = models_in(Path(run.folder))
+    if not running:
+        raise ConfigError(f"{file} has several models, and {run.url} serves one: give it a file of one model")
+    return run, settings_of_models(file, ModelsState.load(Path(run.folder)).configs)

@@ -7,7 +7,8 @@ over to those before them, either side has workers of each role.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
 from twinpool.cli.command_parser import FINE, print_line
@@ -156,7 +157,7 @@ class RollingRestart:
         follow(self._operator, workers, self._timeout_s, self._say)
 
 
-class _Plan(Protocol):
+class PlannedWork(Protocol):
     """What a command will do, as `plan` found it."""
 
     @property
@@ -165,10 +166,10 @@ class _Plan(Protocol):
     def lines(self) -> list[str]: ...
 
 
-_P = TypeVar("_P", bound=_Plan)
+_P = TypeVar("_P", bound=PlannedWork)
 
 
-class _PlannedCommand(Protocol[_P]):
+class PlannedCommand(Protocol[_P]):
     """A command that says what it will do before it does it."""
 
     def plan(self) -> _P: ...
@@ -178,7 +179,54 @@ class _PlannedCommand(Protocol[_P]):
     def left(self) -> str: ...
 
 
-def carry_out(command: _PlannedCommand[_P], nothing: str, *, dry_run: bool) -> int:
+class CheckedCommand(PlannedCommand[_P], Protocol[_P]):
+    """A command whose every refusal can be met before any of several begins."""
+
+    def check(self) -> None:
+        """Raise `CommandRefused` where it would be refused for what serves now."""
+
+
+@dataclass(frozen=True)
+class PlansOfModels:
+    """What a command will do to each of several models."""
+
+    plans: Mapping[str, PlannedWork]
+
+    @property
+    def nothing(self) -> bool:
+        return all(plan.nothing for plan in self.plans.values())
+
+    def lines(self) -> list[str]:
+        return [f"{name}: {line}" for name, plan in self.plans.items() for line in plan.lines()]
+
+
+class CommandOfModels(Generic[_P]):
+    """A command on several models, one after the other, once none of them would refuse it."""
+
+    def __init__(self, commands: Mapping[str, CheckedCommand[_P]]) -> None:
+        self._commands = commands
+
+    def plan(self) -> PlansOfModels:
+        return PlansOfModels({name: command.plan() for name, command in self._commands.items()})
+
+    def run(self, plan: PlansOfModels) -> float:
+        """Do it; returns the seconds of all."""
+        for command in self._commands.values():
+            command.check()
+        return self._run_each()
+
+    def _run_each(self) -> float:
+        seconds = 0.0
+        for command in self._commands.values():
+            if not (plan := command.plan()).nothing:
+                seconds += command.run(plan)
+        return seconds
+
+    def left(self) -> str:
+        return "; ".join(f"{name}: {command.left()}" for name, command in self._commands.items())
+
+
+def carry_out(command: PlannedCommand[_P], nothing: str, *, dry_run: bool) -> int:
     """Say what a command will do, and do it unless this is a dry run. `nothing`: why there may be nothing to do."""
     plan = command.plan()
     for line in plan.lines():

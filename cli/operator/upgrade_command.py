@@ -8,15 +8,18 @@ command goes on with what an earlier one has left, and does nothing once all is 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from twinpool.cli.admin_client import POLL_S, AdminClient, ClusterNotFound, CommandRefused, RouterAway, client_for
 from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import between_builds, left_alone, routers_of
 from twinpool.cli.operator.drain_command import check_timeout
-from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out
+from twinpool.cli.operator.rolling_restart import CommandOfModels, PlansOfModels, RollingRestart, carry_out
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import (
     CheckedBuild,
@@ -25,6 +28,7 @@ from twinpool.cluster.serve.supervisor_upgrade import (
     replace_supervisor,
     services_build,
 )
+from twinpool.contracts.errors import ConfigError
 
 ROUTER_S = 30.0
 """Seconds in which a router of the new build must answer operators, once the supervisor has replaced it."""
@@ -106,12 +110,11 @@ class UpgradeCommand:
         """Do it, saying a line as each part has; returns the seconds. Raises `CommandRefused` and `UpgradeRefused` with
         what isn't done."""
         began = self._operator.clock()
-        if not self._force:
-            self._rolling.await_others(self._pools)
+        self.check()
         if plan.services != plan.build:
             replace_supervisor(self._build, self._run, self._operator.sleep)
             self._say(f"the supervisor, the controller and the routers are of build {plan.build}")
-            self._await_router()
+            self.await_router()
         try:
             self._rolling.run(self.plan, f"build {plan.build}: it starts from {self._build.python}")
         except CommandRefused as error:
@@ -119,6 +122,11 @@ class UpgradeCommand:
         if left := left_alone(routers_of(self._operator), "build", plan.build):
             self._say(left)
         return self._operator.clock() - began
+
+    def check(self) -> None:
+        """Refuse to restart a role's only worker; one that is on its way is waited for. Raises `CommandRefused`."""
+        if not self._force:
+            self._rolling.await_others(self._pools)
 
     def _pools(self) -> tuple[dict[str, str], dict[str, int]]:
         plan = self.plan()
@@ -154,8 +162,8 @@ class UpgradeCommand:
     def _is_old(self, row: Mapping[str, Any]) -> bool:
         return row.get("build") != self._build.build and not self._rolling.stale(row)
 
-    def _await_router(self) -> None:
-        """Wait until a router of the new build answers operators."""
+    def await_router(self) -> None:
+        """Wait until a router of the new build answers operators. Raises `CommandRefused`."""
         began = self._operator.clock()
         while True:
             try:
@@ -172,7 +180,37 @@ class UpgradeCommand:
             self._operator.sleep(POLL_S)
 
 
+class UpgradeOfModels(CommandOfModels[UpgradePlan]):
+    """The upgrade of several models: each one's supervisor, then that of the routers, then each one's workers."""
+
+    def __init__(
+        self, commands: Mapping[str, UpgradeCommand], runs: Mapping[str, RunFile], run: RunFile, build: CheckedBuild
+    ) -> None:
+        """`runs`: of each model's cluster; `run`: of all."""
+        super().__init__(commands)
+        self._upgrades, self._runs, self._run, self._build = commands, runs, run, build
+
+    def plan(self) -> PlansOfModels:
+        services = services_build(self._run)
+        routers = UpgradePlan(self._build.build, services, {}, {}, [], [])
+        return PlansOfModels({**super().plan().plans, "routers": routers})
+
+    def run(self, plan: PlansOfModels) -> float:
+        began = time.monotonic()
+        for command in self._upgrades.values():
+            command.check()
+        for name, run in [*self._runs.items(), ("the routers", self._run)]:
+            if services_build(run) != self._build.build:
+                replace_supervisor(self._build, run, time.sleep)
+                print_line(f"{name}: the supervisor and its services are of build {self._build.build}")
+        next(iter(self._upgrades.values())).await_router()
+        self._run_each()
+        return time.monotonic() - began
+
+
 def upgrade(args: argparse.Namespace) -> int:
+    from twinpool.cluster.serve.detached_state import models_in
+
     check_timeout(args.timeout)
     python = interpreter_of(args.python)
     operator, chosen = client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)
@@ -182,5 +220,21 @@ def upgrade(args: argparse.Namespace) -> int:
         )
     run = chosen.run
     build = check_build(python, run)
-    command = UpgradeCommand(operator, run, build, print_line, timeout_s=args.timeout, force=args.force)
-    return carry_out(command, f"all of the cluster is of build {build.build}", dry_run=args.dry_run)
+    nothing = f"all of the cluster is of build {build.build}"
+
+    def command(operator: AdminClient, run: RunFile, say: Callable[[str], None]) -> UpgradeCommand:
+        return UpgradeCommand(operator, run, build, say, timeout_s=args.timeout, force=args.force)
+
+    if not (folders := models_in(Path(run.folder))):
+        return carry_out(command(operator, run, print_line), nothing, dry_run=args.dry_run)
+    if args.model_name:
+        raise ConfigError("models are upgraded together with the routers that serve them: leave out --model-name")
+    runs = {name: replace(run, folder=str(folder), logs=str(Path(run.logs) / name)) for name, folder in folders.items()}
+    commands = {
+        name: command(AdminClient.of_run(run, args.ca, name), own, partial(_say_of, name)) for name, own in runs.items()
+    }
+    return carry_out(UpgradeOfModels(commands, runs, run, build), nothing, dry_run=args.dry_run)
+
+
+def _say_of(model: str, line: str) -> None:
+    print_line(f"{model}: {line}")

@@ -113,9 +113,10 @@ class RunFolder:
 class KeptFolder:
     """The folders of a detached run, which the keeper removes (`cluster.processes.keeper`)."""
 
-    def __init__(self, temporary: Path, logs: Path, keeper: int) -> None:
-        """`keeper`: the keeper's pid, which stands for the run in its run file."""
-        self.temporary, self.logs, self._keeper = temporary, logs, keeper
+    def __init__(self, temporary: Path, logs: Path, keeper: int, *, found: bool = True) -> None:
+        """`keeper`: the keeper's pid, which stands for the run in its run file. `found`: whether it has one; of several
+        models, commands find the run of all."""
+        self.temporary, self.logs, self._keeper, self._found = temporary, logs, keeper, found
         self._run_file = run_file_path(keeper)
         self._tell(f"path {self._run_file}")
 
@@ -126,7 +127,8 @@ class KeptFolder:
         """Nothing to do: whatever this process starts is known by the run's mark, or by the folder."""
 
     def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
-        write_run_file(url, self.logs, model, ca, self._keeper, str(self.temporary), config)
+        if self._found:
+            write_run_file(url, self.logs, model, ca, self._keeper, str(self.temporary), config)
 
     def _tell(self, line: str) -> None:
         with (self.temporary / "owned").open("a") as owned:

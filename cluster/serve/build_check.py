@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from twinpool.cluster.ray_nodes.ray_cluster import ray_build
-from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.detached_state import DetachedState, ModelsState, models_in
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.errors import TwinpoolError
 
@@ -21,6 +21,9 @@ from twinpool.contracts.errors import TwinpoolError
 def why_not(folder: Path) -> str:
     """Why this build can't take over the cluster of `folder`, in words; empty where it can."""
     try:
+        if models := models_in(folder):
+            ModelsState.load(folder)
+            return next((f"model {name}: {why}" for name, place in models.items() if (why := why_not(place))), "")
         state = DetachedState.load(folder)
     except (TwinpoolError, OSError) as error:
         return str(error)

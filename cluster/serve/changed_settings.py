@@ -120,11 +120,6 @@ def replanned(plan: ServePlan, settings: str) -> ServePlan:
                 f"config key {one.key} can't be changed from {one.before} to {one.after} while the cluster runs: "
                 f"{effect.reason}. Leave it out, or start a new cluster with this file (twinpool serve --config)"
             )
-        if effect.effect is Effect.ROUTERS and not plan.options.routers:
-            raise ConfigError(
-                f"config key {one.key} is read by routers when they start, and these serve several models: it can't be "
-                "changed while they run"
-            )
     running = plan.config
     facts = {node: share.facts for node, share in plan.shares.items()}
     chosen = {"device": running.engine.device, "plane": running.transfer.plane, "source": plan.source}

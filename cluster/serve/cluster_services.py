@@ -17,6 +17,7 @@ from pathlib import Path
 
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import RunFiles
+from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.rolling_services import ControllerServices, LocalControllers
 from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices, RoutersPlan
@@ -24,6 +25,7 @@ from twinpool.cluster.serve.service import ROUTER, STOP_S, PartFailed, Service, 
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.python_command import module_command
 
@@ -89,11 +91,12 @@ class ClusterServices:
     ) -> None:
         """`address`: where workers reach the controllers. `secret`: the cluster's, in hex; `admin`: what the routers'
         environment has for operators; `ledger`: what the controllers' has for the ledger's server."""
-        self._prepared, self._context, self._state = prepared, context, context.state
+        self._prepared, self._context = prepared, context
+        self._state = context.state if isinstance(context.state, DetachedState) else None
         self._environment = dict(os.environ) | ({SECRET_VARIABLE: secret} if secret else {})
         self._admin, self._ledger_secret = admin, ledger
         self._settings = folder.logs / ".config.json"
-        kept = context.state.ports if context.state is not None else ()
+        kept = self._state.ports if self._state is not None else ()
         self._local = LocalControllers.plan(
             prepared.config.cluster, address, kept, lambda port: free_port(address, port), folder.temporary
         )
@@ -123,7 +126,8 @@ class ClusterServices:
     def routed(self) -> RoutedModel:
         """The model as a router of another process is told of it."""
         table = str(self._table) if self._kv_index is not None else ""
-        return RoutedModel(str(self._prepared.spec.path), self.endpoint, str(self._settings), table)
+        model, digest = str(self._prepared.spec.path), routers_digest(self._prepared.config)
+        return RoutedModel(model, self.endpoint, str(self._settings), table, digest, build_id())
 
     def _served(self) -> tuple[str, ...]:
         """The arguments that tell a router of it."""

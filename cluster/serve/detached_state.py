@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from twinpool.cluster.processes.process_ids import same_process
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, plan_again
 from twinpool.cluster.serve.shutdown_signal import END_S
 from twinpool.contracts.checkpoint.model_spec import read_model_spec, served_as
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
@@ -80,7 +83,7 @@ READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""
 KEEPER_PATIENCE_S = 4.0
 """How long beyond its own deadline the keeper waits for a supervisor that is to end."""
-KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build", "marks")
+KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build", "marks", "report")
 """Fields that are kept as they are."""
 
 
@@ -95,92 +98,46 @@ class ServiceProcess(NamedTuple):
 
 
 @dataclass
-class DetachedState:
-    """One detached cluster. Fields after `prepared` are filled in as it starts."""
+class ServicesState(ABC):
+    """What one detached run's supervisors leave to the next one: which processes run as its services."""
 
     folder: Path
     """The folder of its sockets, ledger and Ray's files, which goes with it."""
     logs: Path
-    prepared: ServePlan
-    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False, kw_only=True)
     """Secrets that the command's environment had, by variable."""
-    secret: str = field(default="", repr=False)
+    secret: str = field(default="", repr=False, kw_only=True)
     """The cluster's secret, in hex; empty where there is none."""
-    arena: str = field(default="", repr=False)
-    """The token of the arena agents, in hex; empty where there are none."""
-    controller_port: int = 0
-    standby_ports: list[int] = field(default_factory=list)
-    """Of the controllers of this machine that stand by."""
-    ray: str = ""
-    """Where a Ray of our own is reached, ``host:port``; empty while there is none."""
-    ray_build: str = ""
-    """The Ray and the Python of the Ray that this cluster is on (`ray_cluster.ray_build`)."""
-    services: dict[str, ServiceProcess] = field(default_factory=dict)
+    services: dict[str, ServiceProcess] = field(default_factory=dict, kw_only=True)
     """The latest process of each service."""
-    marks: dict[str, str] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict, kw_only=True)
     """Build and settings of each router and controller, by name."""
-    replaced: dict[str, ServiceProcess] = field(default_factory=dict)
+    replaced: dict[str, ServiceProcess] = field(default_factory=dict, kw_only=True)
     """Routers that others replace and that finish their answers, and controllers that others are to replace, by name
     and mark."""
-    rest: dict[str, Any] = field(default_factory=dict, repr=False)
+    rest: dict[str, Any] = field(default_factory=dict, repr=False, kw_only=True)
     """What other builds have in the file, as it is."""
 
-    @classmethod
-    def load(cls, folder: Path) -> DetachedState:
-        """Read a cluster's state, and work its plan out again. Raises `OSError`, `ConfigError` where this build can't
-        go on with it, and as `plan_from_tree` does."""
-        try:
-            tree = read_json((folder / STATE_FILE).read_text())
-            if tree["format"] != FORMAT:
-                raise ConfigError(
-                    f"the cluster's state has format {tree['format']} and this build reads {FORMAT}: end the cluster "
-                    "(twinpool down) and start it with this build, or go on with the other one"
-                )
-            return cls._read(folder, tree)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the cluster's state in {folder} can't be read: {error!r}") from None
-
-    @classmethod
-    def _read(cls, folder: Path, tree: dict[str, Any]) -> DetachedState:
-        services = {name: ServiceProcess(*mark) for name, mark in tree["services"].items()}
-        replaced = {key: ServiceProcess(*mark) for key, mark in tree.get("replaced", {}).items()}
-        known = {"format", "logs", "plan", "services", "replaced", *KEPT}
-        return cls(
-            folder,
-            Path(tree["logs"]),
-            plan_from_tree(tree["plan"]),
-            services=services,
-            replaced=replaced,
-            rest={key: value for key, value in tree.items() if key not in known},
-            **{key: tree[key] for key in KEPT if key in tree},
-        )
-
+    @abstractmethod
     def save(self) -> None:
         """Write the state, atomically: this process may be killed while it writes."""
+
+    def _write(self, own: Mapping[str, Any], stop_timeout_s: float) -> None:
+        """Write the file, with what a kind of run has of its `own`, and how long its supervisor may take to end."""
         tree = {
             **self.rest,
             "format": FORMAT,
             "logs": str(self.logs),
-            "plan": plan_to_tree(self.prepared),
             "services": self.services,
             "replaced": self.replaced,
-            **{key: getattr(self, key) for key in KEPT},
+            **own,
         }
         fresh = self.folder / f"{STATE_FILE}.new"
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(tree, file)
         fresh.replace(self.folder / STATE_FILE)
-        end_s = self.prepared.config.cluster.stop_timeout_s + END_S + KEEPER_PATIENCE_S
+        end_s = stop_timeout_s + END_S + KEEPER_PATIENCE_S
         (self.folder / END_SECONDS).write_text(f"{end_s:g}")
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """Of the controllers of this machine, the first one first; none before they were chosen."""
-        return (self.controller_port, *self.standby_ports) if self.controller_port else ()
-
-    @ports.setter
-    def ports(self, ports: tuple[int, ...]) -> None:
-        self.controller_port, *self.standby_ports = ports
 
     @property
     def begun(self) -> bool:
@@ -220,3 +177,127 @@ class DetachedState:
         """Note the process of a service that was started."""
         self.services[service] = process
         self.save()
+
+
+def _read_tree(folder: Path) -> dict[str, Any]:
+    """The file of a detached run. Raises `OSError`, and `ConfigError` where this build can't go on with it."""
+    try:
+        tree: dict[str, Any] = read_json((folder / STATE_FILE).read_text())
+        if tree["format"] != FORMAT:
+            raise ConfigError(
+                f"the cluster's state has format {tree['format']} and this build reads {FORMAT}: end the cluster "
+                "(twinpool down) and start it with this build, or go on with the other one"
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the cluster's state in {folder} can't be read: {error!r}") from None
+    return tree
+
+
+def _services_of(tree: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """The fields of `ServicesState` that aren't kept as they are. `known`: keys that the reader takes from the file."""
+    known = {"format", "logs", "services", "replaced", *known}
+    return {
+        "services": {name: ServiceProcess(*mark) for name, mark in tree["services"].items()},
+        "replaced": {key: ServiceProcess(*mark) for key, mark in tree.get("replaced", {}).items()},
+        "rest": {key: value for key, value in tree.items() if key not in known},
+    }
+
+
+@dataclass
+class DetachedState(ServicesState):
+    """One detached cluster. Fields after `prepared` are filled in as it starts."""
+
+    prepared: ServePlan
+    arena: str = field(default="", repr=False)
+    """The token of the arena agents, in hex; empty where there are none."""
+    controller_port: int = 0
+    standby_ports: list[int] = field(default_factory=list)
+    """Of the controllers of this machine that stand by."""
+    ray: str = ""
+    """Where a Ray of our own is reached, ``host:port``; empty while there is none."""
+    ray_build: str = ""
+    """The Ray and the Python of the Ray that this cluster is on (`ray_cluster.ray_build`)."""
+    report: str = ""
+    """Where the routers of several models are told of this one (`RoutedModel`); empty: it has routers of its own."""
+
+    @classmethod
+    def load(cls, folder: Path) -> DetachedState:
+        """Read a cluster's state, and work its plan out again. Raises `OSError`, `ConfigError` where this build can't
+        go on with it, and as `plan_from_tree` does."""
+        tree = _read_tree(folder)
+        try:
+            return cls(
+                folder,
+                Path(tree["logs"]),
+                plan_from_tree(tree["plan"]),
+                **_services_of(tree, {"plan", *KEPT}),
+                **{key: tree[key] for key in KEPT if key in tree},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the cluster's state in {folder} can't be read: {error!r}") from None
+
+    def save(self) -> None:
+        own = {"plan": plan_to_tree(self.prepared), **{key: getattr(self, key) for key in KEPT}}
+        self._write(own, self.prepared.config.cluster.stop_timeout_s)
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Of the controllers of this machine, the first one first; none before they were chosen."""
+        return (self.controller_port, *self.standby_ports) if self.controller_port else ()
+
+    @ports.setter
+    def ports(self, ports: tuple[int, ...]) -> None:
+        self.controller_port, *self.standby_ports = ports
+
+
+MODELS_KEPT = ("secrets", "secret", "marks", "free_bytes", "port")
+"""Fields of `ModelsState` that are kept as they are."""
+
+
+@dataclass
+class ModelsState(ServicesState):
+    """A detached run of several models: its routers, and the keeper of each model's own detached cluster."""
+
+    options: ServeOptions
+    """Of the endpoint."""
+    port: int
+    configs: dict[str, Config]
+    """By model, as they were given at the start; the first one leads. Each model's cluster keeps its own from then
+    on."""
+    folders: dict[str, Path]
+    """The folder of each model's cluster."""
+    free_bytes: int = 0
+    """This machine's memory that each model plans with."""
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelsState:
+        """Read a run's state. Raises as `DetachedState.load` does."""
+        tree = _read_tree(folder)
+        try:
+            options, file = tree["options"], tree["options"]["config"]
+            return cls(
+                folder,
+                Path(tree["logs"]),
+                options=ServeOptions(**{name: options[name] for name in OPTIONS}, config=Path(file) if file else None),
+                configs={name: config_from_dict(given) for name, given in tree["configs"].items()},
+                folders={name: Path(place) for name, place in tree["models"].items()},
+                **_services_of(tree, {"options", "configs", "models", *MODELS_KEPT}),
+                **{key: tree[key] for key in MODELS_KEPT if key in tree},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the state of the models in {folder} can't be read: {error!r}") from None
+
+    def save(self) -> None:
+        own = {
+            "options": {name: getattr(self.options, name) for name in OPTIONS} | {"config": self.options.file},
+            "configs": {name: config.to_dict() for name, config in self.configs.items()},
+            "models": {name: str(place) for name, place in self.folders.items()},
+            **{key: getattr(self, key) for key in MODELS_KEPT},
+        }
+        self._write(own, next(iter(self.configs.values())).cluster.stop_timeout_s)
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The folders of the clusters of a detached run of several models, by model; empty where it serves one. Raises
+    `OSError` and `ConfigError` where the run's file can't be read."""
+    return {name: Path(place) for name, place in _read_tree(folder).get("models", {}).items()}

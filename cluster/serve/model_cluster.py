@@ -1,11 +1,12 @@
 """The process of one of several models: its cluster, as `twinpool serve` runs one, without routers.
 
 ``python -m twinpool.cluster.serve.model_cluster --config FILE --report FILE --within FOLDER --logs FOLDER
---free-bytes N --models N --first-card N --ready-fd N``
+--free-bytes N --models N --first-card N [--kept FOLDER] --ready-fd N``
 
 The routers of all models are started by who starts this process (`cluster.serve.serve_models`). Once its workers serve
-it writes to the report what these routers are to know (`RoutedModel`), and a line to the descriptor. It ends on
-SIGTERM, and with the run that has begun it.
+it writes to the report what these routers are to know (`RoutedModel`). It ends on SIGTERM, and with the run that has
+begun it. With ``--kept`` it becomes the keeper of a detached cluster (`cluster.serve.detached_cluster`), whose files
+are in that folder: it ends on SIGTERM, and when it is killed the next one takes over what runs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import msgspec
 
 from twinpool.cluster.assembly.node_shares import CardFacts, cards_of
+from twinpool.cluster.processes.reaper import ReapedRun
 from twinpool.cluster.processes.run_folder import RunFolder
+from twinpool.cluster.serve.detached_cluster import KEEPER, given_secrets, keeper_command, keeper_environment
+from twinpool.cluster.serve.detached_state import READY_FILE, DetachedState
 from twinpool.cluster.serve.models_config import places_of
-from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.router_services import SharedRouters
 from twinpool.cluster.serve.serve_cluster import ServeCluster
 from twinpool.cluster.serve.shutdown_signal import ShutdownSignal
 from twinpool.cluster.serve.terminal import in_terminal
@@ -50,7 +55,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--free-bytes", type=int, help="this machine's memory for it; left out: what is measured")
     parser.add_argument("--models", type=int, default=1, help="models that this machine's cores are divided among")
     parser.add_argument("--first-card", type=int, default=0, help="GPUs that other models have")
-    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor that is told when it serves")
+    parser.add_argument("--kept", type=Path, help="folder of the detached cluster whose keeper it becomes")
+    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor that is closed: the report says more")
     return parser.parse_args(arguments)
 
 
@@ -69,23 +75,22 @@ def own_cards(config: Config, first: int) -> tuple[CardFacts, ...]:
     return mine
 
 
-def report(routed: RoutedModel, to: Path) -> None:
-    """Write what routers are to know, at once: a reader finds all of it, or what was there before. The table of the KV
-    index is found at a name that stays when this process is started again."""
-    if routed.kv_index:
-        link = to.with_suffix(".kv-index")
-        fresh = to.with_suffix(".new-index")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(routed.kv_index)
-        fresh.replace(link)
-        routed = msgspec.structs.replace(routed, kv_index=str(link))
-    written = to.with_suffix(".new")
-    written.write_bytes(msgspec.json.encode(routed))
-    written.replace(to)
+class LinkedRouters(SharedRouters):
+    """Routers that find the table of the KV index at a name that stays when this process is started again."""
+
+    def tell(self, routed: RoutedModel) -> None:
+        if routed.kv_index:
+            link = self.report.with_suffix(".kv-index")
+            fresh = self.report.with_suffix(".new-index")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(routed.kv_index)
+            fresh.replace(link)
+            routed = msgspec.structs.replace(routed, kv_index=str(link))
+        super().tell(routed)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM; returns the exit code. Raises `TwinpoolError` where the model can't be served."""
+def planned(options: argparse.Namespace) -> ServePlan:
+    """The plan of the model's cluster, which has no routers. Raises `TwinpoolError` where it can't be served."""
     config = load_config(options.config)
     joined = bool(config.launch.ray_address)
     prepared = prepare(
@@ -94,23 +99,41 @@ def run(options: argparse.Namespace) -> int:
         () if joined else own_cards(config, options.first_card),
         models=options.models,
     )
-    prepared = dataclasses.replace(prepared, options=dataclasses.replace(prepared.options, routers=0))
+    return dataclasses.replace(prepared, options=dataclasses.replace(prepared.options, routers=0))
 
-    def ready(routed: RoutedModel) -> None:
-        report(routed, options.report)
-        os.write(options.ready_fd, b"ready\n")
-        os.close(options.ready_fd)
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM; returns the exit code. Raises `TwinpoolError` where the model can't be served."""
+    prepared = planned(options)
 
     def serve(folder: RunFolder, out: TextIO, stopping: ShutdownSignal) -> int:
-        return ServeCluster(prepared, folder, out, stopping=stopping, on_ready=ready).run()
+        return ServeCluster(prepared, folder, out, stopping=stopping, shared=LinkedRouters(options.report)).run()
 
     return in_terminal(prepared.config.cluster.stop_timeout_s, serve, lambda: ModelRun(options.within, options.logs))
+
+
+def keep(options: argparse.Namespace) -> NoReturn:
+    """Go on as the keeper of a detached cluster, the one that runs in its folder where one has served there. Raises
+    `TwinpoolError` where the model can't be served."""
+    folder: Path = options.kept
+    if not (folder / READY_FILE).exists():
+        ReapedRun(folder.name, str(folder)).end()  # A keeper that was killed before its cluster served left it there.
+        folder.mkdir(mode=0o700)
+        DetachedState(
+            folder, options.logs, planned(options), secrets=given_secrets(), report=str(options.report)
+        ).save()
+    (folder / KEEPER).write_text(str(os.getpid()))
+    command = keeper_command(folder)
+    os.execve(command[0], command, keeper_environment(folder))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     log_to_stream("serve")
+    os.close(options.ready_fd)  # It serves once its report is there.
     try:
+        if options.kept is not None:
+            keep(options)
         return run(options)
     except TwinpoolError as error:
         sys.stderr.write(f"error: {error}\n")  # Its log, whose last words the operator is shown.

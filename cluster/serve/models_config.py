@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from twinpool.cluster.serve.security_check import absolute_paths
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.ledger_place import NAME, on_server
 from twinpool.contracts.config.load_config import assign, config_from_dict, read_config_file
@@ -54,6 +55,55 @@ def models_of(path: Path | None, assignments: Iterable[str] = ()) -> dict[str, C
         found[name] = _config_of(name, tree, {} if own is None else own)
     _check_together(found)
     return found
+
+
+def settings_of_models(path: Path, running: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
+    """Of each model of a file the settings that its cluster is given, with those alone that the file names. `running`:
+    the configurations that the models were started with, by name.
+
+    Raises `ConfigError` as `models_of` does, for a file of other models than those that run, and for one in which the
+    endpoint isn't as it runs.
+    """
+    configs, tree = models_of(path), read_config_file(path)
+    models = tree.pop(SECTION)
+    for what, names in (
+        ("lacks models that run", running.keys() - configs),
+        ("has models that don't run", configs.keys() - running),
+    ):
+        if names:
+            raise ConfigError(
+                f"{path} {what}: {', '.join(sorted(names))}. A model is added or removed by a new start of all"
+            )
+    lead = next(iter(running.values())).to_dict()
+    for section, keys in _OWN_OF_ENDPOINT.items():
+        given = tree.get(section) or {}
+        for key in [key for key in keys if key in given]:
+            if given[key] != lead[section][key]:
+                raise ConfigError(
+                    f"config key {section}.{key} is of the endpoint and can't be changed from "
+                    f"{lead[section][key]!r} to {given[key]!r} while it runs: it needs a new start of all models"
+                )
+    found = {}
+    for name, config in configs.items():
+        merged = absolute_paths(_merged(tree, models[name] or {}))
+        for section, keys in _OWN_OF_ENDPOINT.items():
+            if section in merged:
+                merged[section] = {key: value for key, value in merged[section].items() if key not in keys}
+        made = config.to_dict()
+        for section, key in _MADE_HERE:
+            if key in (merged.get(section) or {}):
+                merged[section] = {**merged[section], key: made[section][key]}
+        found[name] = merged
+    return found
+
+
+_OWN_OF_ENDPOINT = {
+    "launch": ("routers", "host", "port", "ray_address", "dashboard"),
+    "security": ("admin_port",),
+}
+"""Keys that are the routers' alone: a model's cluster has values of its own."""
+_MADE_HERE = (("router", "served_model_name"), ("cluster", "name"), ("cluster", "ledger"))
+"""Keys that a model's cluster has otherwise than the file says."""
 
 
 def _config_of(name: str, common: Mapping[str, Any], own: Any) -> Config:

@@ -7,12 +7,15 @@ mark.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from twinpool.cluster.processes.process_ids import kill_process, same_process, terminate_process
 from twinpool.cluster.serve.detached_state import ServiceProcess
@@ -23,6 +26,7 @@ from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.setting_effects import routers_digest
+from twinpool.contracts.messages.router_report import RoutedModel
 
 EVERY_S = 1.0
 PATIENCE_S = 5.0
@@ -116,10 +120,54 @@ class RoutersPlan:
     port: int
     config: Config
     """Of the endpoint."""
+    digest: str
+    """Of the settings that they read."""
 
     @classmethod
     def of(cls, prepared: ServePlan) -> RoutersPlan:
-        return cls(prepared.options.routers, prepared.options.host, prepared.port, prepared.config)
+        options, config = prepared.options, prepared.config
+        return cls(options.routers, options.host, prepared.port, config, routers_digest(config))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRouters:
+    """What the routers of several models are told of one of them, and which of it they have: files beside each other,
+    the first written by the model's cluster, the other by who keeps the routers."""
+
+    report: Path
+
+    def tell(self, routed: RoutedModel) -> None:
+        """Write what routers are to know, at once: a reader finds all of it, or what was there before."""
+        _write(self.report, msgspec.json.encode(routed))
+
+    def told(self) -> RoutedModel | None:
+        """What the cluster has written; None before it has served."""
+        with contextlib.suppress(OSError):
+            return msgspec.json.decode(self.report.read_bytes(), type=RoutedModel)
+        return None
+
+    def confirm(self, digest: str, behind: int, obstacle: str) -> None:
+        """Note how many routers read other settings than those of `digest`, and why that stays so, if it does."""
+        _write(self._confirmed, msgspec.json.encode((digest, behind, obstacle)))
+
+    def behind(self, digest: str) -> tuple[int, str]:
+        """The number of routers that have other settings than those of `digest`, one where that isn't known yet, and
+        the obstacle to replacing them, if any."""
+        with contextlib.suppress(OSError):
+            found, behind, obstacle = msgspec.json.decode(self._confirmed.read_bytes(), type=tuple[str, int, str])
+            if found == digest:
+                return behind, obstacle
+        return 1, ""
+
+    @property
+    def _confirmed(self) -> Path:
+        return self.report.with_suffix(".confirmed")
+
+
+def _write(path: Path, content: bytes) -> None:
+    fresh = path.with_suffix(f"{path.suffix}.new")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 class Router(Service):
@@ -212,7 +260,7 @@ class RouterServices(RollingServices[Router]):
 
     @property
     def mark(self) -> str:
-        return f"{build_id()}.{routers_digest(self._plan.config)}"
+        return f"{build_id()}.{self._plan.digest}"
 
     def _key(self, service: Router) -> str:
         return f"{service.name}.{service.mark}"

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
+import yaml
+
 from twinpool.cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
 from twinpool.cluster.assembly.node_shares import WorkerShare, free_bytes
 from twinpool.cluster.controller.controller_actions import EndedProcess, StartWorker
@@ -32,6 +34,7 @@ from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_eve
 from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan, adapters_of
 from twinpool.cluster.serve.room_reports import RoomReports
+from twinpool.cluster.serve.router_services import SharedRouters
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.service import PartFailed, ServiceContext
 from twinpool.cluster.serve.shutdown_signal import ShutdownSignal, StartStopped, run_until_asked, signals_of
@@ -43,7 +46,6 @@ from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.plane_choice import why
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.messages.worker_status import WorkerView
 
 if TYPE_CHECKING:
@@ -75,13 +77,13 @@ class ServeCluster:
         state: DetachedState | None = None,
         python: str = "",
         stopping: ShutdownSignal | None = None,
-        on_ready: Callable[[RoutedModel], None] | None = None,
+        shared: SharedRouters | None = None,
     ) -> None:
         """`state`: of a detached cluster, which goes on when this process is killed; one that has begun is taken
         over. `python`: the interpreter that its workers are started with (`ray_cluster.join_ray`). `stopping`: the
-        signals that end it, where they are handled already. `on_ready` is told, once it serves, what routers of another
-        process are to know."""
-        self._state, self._python, self._on_ready = state, python, on_ready
+        signals that end it, where they are handled already. `shared`: the routers of several models, which another
+        process keeps, and which are told of this one once it serves."""
+        self._state, self._python, self._shared = state, python, shared
         self._prepared = prepared
         self._folder = folder
         self._clock: Clock = SystemClock()
@@ -153,6 +155,7 @@ class ServeCluster:
             folder.publish(operators, options.model, security.tls_ca, options.file)
             self._stopping.ready()
             assert self._state is not None
+            self._tell_routers()
             self._state.taken_over()
             self._terminal.line(f"a supervisor of build {build_id()} has taken the cluster over, which went on")
             return
@@ -170,8 +173,20 @@ class ServeCluster:
         self._stopping.manager.ready(f"serves at {url}")
         if self._state is not None:
             self._state.mark_ready()
-        if self._on_ready is not None:
-            self._on_ready(self._services.routed)
+        self._tell_routers()
+
+    def _tell_routers(self) -> None:
+        """Have routers of another process know what there is to know of this cluster now."""
+        if self._shared is not None:
+            self._shared.tell(self._services.routed)
+
+    def _stale(self) -> tuple[int, str]:
+        """As of `ClusterServices.stale`, with routers of another process."""
+        stale, obstacle = self._services.stale()
+        if self._shared is None:
+            return stale, obstacle
+        behind, other = self._shared.behind(self._services.routed.digest)
+        return stale + behind, obstacle or other
 
     def _show_plan(self) -> None:
         spec = self._prepared.spec
@@ -319,7 +334,7 @@ class ServeCluster:
             self._keep_plan,
             self._running,
             free_bytes,
-            stale=self._services.stale,
+            stale=self._stale,
             arenas=bool(self._arena),
         )
         rooms = RoomReports(lambda: self._prepared, free_bytes, self._clock)
@@ -353,6 +368,9 @@ class ServeCluster:
             self._state.save()
         self._prepared = plan
         self._services.change(plan)
+        if self._shared is not None and plan.options.config is not None:  # By which it is started after its end.
+            plan.options.config.write_text(yaml.safe_dump(plan.given.to_dict()))
+        self._tell_routers()
         self._terminal.line("the settings were changed: what starts from now on has the new ones")
 
     def _running(self) -> list[tuple[WorkerName, Role]]:

@@ -6,14 +6,21 @@ This process gives each its configuration, starts the routers once all serve, an
 cores and cards are divided among them before the first of them starts.
 
 A model that dies too often stays dead, and the others are served on: `/health` says so.
+
+Detached (`launch_models`), this process is a supervisor that its keeper starts again: each model's process is then the
+keeper of a detached cluster, and the next supervisor takes these keepers and the routers over (`ModelsState`).
+
+What routers read of a model may change while they run: its cluster says so in its report, and the routers are replaced
+one by one (`SharedRouters`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +30,30 @@ import msgspec
 import yaml
 
 from twinpool.cluster.processes.free_port import free_port
-from twinpool.cluster.processes.run_folder import RunFolder, indented, last_words
+from twinpool.cluster.processes.run_folder import (
+    KeptFolder,
+    RunFiles,
+    RunFolder,
+    indented,
+    last_words,
+    new_folder,
+    new_log_folder,
+)
+from twinpool.cluster.serve.detached_cluster import OUTPUT, given_secrets, keep
+from twinpool.cluster.serve.detached_state import ModelsState
 from twinpool.cluster.serve.models_config import models_of, places_of
 from twinpool.cluster.serve.preflight import ServeOptions, check_flags, with_settings
-from twinpool.cluster.serve.router_services import RouterCommand, RouterServices, RoutersPlan
+from twinpool.cluster.serve.router_services import RouterCommand, RouterServices, RoutersPlan, SharedRouters
 from twinpool.cluster.serve.security_check import check_security, open_ways, with_absolute_paths
 from twinpool.cluster.serve.serve_cluster import HEALTHY_S, POLL_S, ROUTER_END_S, SECRETS
 from twinpool.cluster.serve.service import ROUTER, PartFailed, Service, ServiceContext, ServiceFailed
-from twinpool.cluster.serve.shutdown_signal import END_S, ShutdownSignal, StartStopped, run_until_asked
+from twinpool.cluster.serve.shutdown_signal import END_S, ShutdownSignal, StartStopped, run_until_asked, signals_of
 from twinpool.cluster.serve.terminal import Terminal, curl_line, in_terminal, url_of
+from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig
-from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.messages.router_report import RoutedModel
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.python_command import module_command
 from twinpool.router.tracing.otlp_exporter import check_tracing
 
@@ -61,6 +78,19 @@ class ModelsPlan:
     def lead(self) -> Config:
         return next(iter(self.configs.values()))
 
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach the routers."""
+        return url_of(self.options.host, self.port, https=bool(self.lead.security.tls_cert))
+
+    @property
+    def operators(self) -> str:
+        """Where operators on this machine do."""
+        security = self.lead.security
+        if not security.admin_port:
+            return self.url
+        return url_of(security.admin_host, security.admin_port, https=bool(security.tls_cert))
+
 
 def plan_models(options: ServeOptions) -> ModelsPlan | None:
     """Read the configuration and check it; None where it isn't of several models. Raises `ConfigError`."""
@@ -79,84 +109,77 @@ def plan_models(options: ServeOptions) -> ModelsPlan | None:
     return ModelsPlan(endpoint, configs, free_port(endpoint.host, endpoint.port))
 
 
-class ServeModels:
-    """One run of `twinpool serve` with several models."""
+class ModelService(Service):
+    """The process of one model's cluster, or its keeper: ready once the cluster has told what routers are to know."""
 
-    def __init__(
-        self, plan: ModelsPlan, folder: RunFolder, out: TextIO, stopping: ShutdownSignal, began: float | None = None
-    ) -> None:
-        self._plan, self._folder, self._stopping = plan, folder, stopping
-        self._clock = SystemClock()
-        self._terminal = Terminal(self._clock, out, began, verbose=plan.options.verbose)
-        self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
-        self._models: dict[str, Service] = {}
+    shared: SharedRouters
 
-    def run(self) -> int:
-        """Serve until asked to stop; returns the exit code."""
-        return run_until_asked(self._serve, self._stopping, self._terminal, self._folder.logs)
+    def listening(self, timeout_s: float) -> bool:
+        if (how := self.ended()) is not None:
+            raise ServiceFailed(f"{self.name} could not start ({how})")
+        return self.shared.report.exists()
 
-    def _serve(self, stack: ExitStack) -> None:
-        self._start(stack)
-        self._keep_alive()
-        self._drain()
 
-    # ------------------------------------------------------------ starting
+class ModelClusters:
+    """The processes of the models' clusters, and what these tell the routers that all of them share."""
 
-    def _start(self, stack: ExitStack) -> None:
-        plan, options = self._plan, self._plan.options
-        self._terminal.step("models", ", ".join(plan.configs))
-        self._terminal.step("logs", str(self._folder.logs))
-        for line in open_ways(plan.lead.security, options.host, "127.0.0.1"):
-            self._terminal.step("open", line)
-        config, logs = plan.lead.cluster, self._folder.logs
-        self._context = ServiceContext(
-            logs, config, self._clock, self._terminal.line, self._words, self._folder.owns, None, stack
-        )
-        environment = dict(os.environ) | self._secrets | self._cluster_secret()
-        self._start_models(environment)
-        self._await_models()
-        self._start_routers(environment)
-        security = plan.lead.security
-        https = bool(security.tls_cert)
-        url = url_of(options.host, plan.port, https=https)
-        operators = url_of(security.admin_host, security.admin_port, https=https) if security.admin_port else url
-        self._folder.publish(operators, ", ".join(plan.configs), security.tls_ca, options.file)
-        self._stopping.ready()
-        ask = curl_line(url, next(iter(plan.configs)), key=bool(security.keys_file), ca=security.tls_ca)
-        shown = [*([f"operators' paths: {operators}"] if operators != url else []), ask]
-        self._terminal.ready(url, [("models", ", ".join(plan.configs))], shown)
-        self._stopping.manager.ready(f"serves at {url}")
+    def __init__(self, plan: ModelsPlan, folder: RunFiles, context: ServiceContext, state: ModelsState | None) -> None:
+        self._plan, self._folder, self._context, self._state = plan, folder, context, state
+        self.services: dict[str, ModelService] = {}
+        """By model."""
+        self.routed = folder.temporary / "models.json"
+        """The file with what routers are started with."""
+        self._told: dict[str, str] = {}
+        """Of each model, the digest of the settings that the routers are to have of it."""
+        self._confirmed: object = None
+        """What was noted last of the routers' settings."""
 
-    def _cluster_secret(self) -> dict[str, str]:
-        """The secret with which all processes authenticate each other, as a variable; nothing where all of them are on
-        loopback and have no certificates."""
-        if self._plan.options.ray_address is None and not self._plan.lead.security.cluster_ca:
-            return {}
-        return {SECRET_VARIABLE: self._secrets.get(SECRET_VARIABLE) or secrets.token_hex(32)}
-
-    def _start_models(self, environment: Mapping[str, str]) -> None:
-        from twinpool.cluster.assembly.node_shares import free_bytes
-
-        configs, first_card = self._plan.configs, 0
-        free = free_bytes() // len(configs)
-        for name, config in configs.items():
-            folder = self._folder.logs / name
-            folder.mkdir()
-            settings = folder / "settings.yaml"
-            settings.touch(mode=0o600)  # It may have the ledger's password.
-            settings.write_text(yaml.safe_dump(self._of_cluster(config).to_dict()))
+    def start(self, environment: Mapping[str, str], *, begun: bool) -> None:
+        """Start each model's process, or take it over where this run has `begun` already."""
+        state, first_card, logs = self._state, 0, self._folder.logs
+        free = self._free_bytes()
+        for name, config in self._plan.configs.items():
+            settings = logs / name / "settings.yaml"
+            if not begun:
+                settings.parent.mkdir()
+                settings.touch(mode=0o600)  # It may have the ledger's password.
+                settings.write_text(yaml.safe_dump(self._of_cluster(config).to_dict()))
+            shared = SharedRouters(self._folder.temporary / f"{name}.routed")
             arguments = [
-                *("--config", str(settings), "--report", str(self._report(name))),
-                *("--within", str(self._folder.temporary), "--logs", str(folder)),
-                *("--free-bytes", str(free), "--models", str(len(configs)), "--first-card", str(first_card)),
+                *("--config", str(settings), "--report", str(shared.report)),
+                *("--within", str(self._folder.temporary), "--logs", str(settings.parent)),
+                *("--free-bytes", str(free), "--models", str(len(self._plan.configs))),
+                *("--first-card", str(first_card)),
+                *(("--kept", str(state.folders[name])) if state is not None else ()),
             ]
             if ":" not in config.engine.device and config.engine.device != "cpu":
                 first_card += places_of(config)
-            meanwhile = "the other models are served on"
-            context = dataclasses.replace(self._context, config=config.cluster)
-            service = Service(context, f"model-{name}", MODEL, arguments, environment, meanwhile=meanwhile)
+            self.services[name] = self._service(name, config, arguments, environment)
+            self.services[name].shared = shared
+
+    def _service(
+        self, name: str, config: Config, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> ModelService:
+        state = self._state
+        meanwhile = "the other models are served on" if state is None else "it serves on meanwhile"
+        context = dataclasses.replace(self._context, config=config.cluster)
+        service = ModelService(context, f"model-{name}", MODEL, arguments, environment, meanwhile=meanwhile)
+        if state is not None and (old := state.running(service.name)) is not None:
+            service.adopt(old)
+        else:
             service.start()
-            self._models[name] = service
+        return service
+
+    def _free_bytes(self) -> int:
+        """This machine's memory for each model: what was free before the first one ran."""
+        from twinpool.cluster.assembly.node_shares import free_bytes
+
+        kept = self._state.free_bytes if self._state is not None else 0
+        free = kept or free_bytes() // len(self._plan.configs)
+        if self._state is not None:
+            self._state.free_bytes = free
+            self._state.save()
+        return free
 
     def _of_cluster(self, config: Config) -> Config:
         """The configuration of a model's cluster: it listens for no client, and its controllers keep their port when it
@@ -170,8 +193,128 @@ class ServeModels:
         security = dataclasses.replace(config.security, admin_port=0)
         return dataclasses.replace(config, launch=launch, cluster=cluster, security=security)
 
-    def _report(self, name: str) -> Path:
-        return self._folder.temporary / f"{name}.routed"
+    def news(self) -> bool:
+        """Whether the routers are to have other settings of some model than they were told last."""
+        return self._digests() != self._told
+
+    def tell(self) -> str:
+        """Write down for routers what the models say now; returns its digest."""
+        self._told = self._digests()
+        told = [service.shared.told() for service in self.services.values()]
+        fresh = self.routed.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode([routed for routed in told if routed is not None]))
+        fresh.replace(self.routed)
+        return hashlib.blake2b(repr(sorted(self._told.items())).encode(), digest_size=4).hexdigest()
+
+    def _digests(self) -> dict[str, str]:
+        """Of each model, the digest of the settings that it says routers are to have. Of another build than this
+        process's it counts only once a supervisor of that build begins: it comes to an upgrade last."""
+        found = dict(self._told)
+        for name, service in self.services.items():
+            routed = service.shared.told()
+            if routed is not None and (routed.build == build_id() or name not in found):
+                found[name] = routed.digest
+        return found
+
+    def confirm(self, stale: tuple[int, str]) -> None:
+        """Tell the clusters how many routers read settings of before, and why that stays so, where it has changed."""
+        if self._confirmed == (self._told, stale):
+            return
+        for name, service in self.services.items():
+            service.shared.confirm(self._told.get(name, ""), *stale)
+        self._confirmed = (self._told, stale)
+
+
+class ServeModels:
+    """One run of `twinpool serve` with several models."""
+
+    def __init__(
+        self,
+        plan: ModelsPlan,
+        folder: RunFiles,
+        out: TextIO,
+        stopping: ShutdownSignal,
+        began: float | None = None,
+        state: ModelsState | None = None,
+    ) -> None:
+        """`state`: of a detached run, which goes on when this process is killed; one that has begun is taken over."""
+        self._plan, self._folder, self._stopping, self._state = plan, folder, stopping, state
+        self._clock = SystemClock()
+        self._terminal = Terminal(self._clock, out, began, verbose=plan.options.verbose)
+        self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
+        if state is not None:
+            self._secrets = state.secrets
+
+    def run(self) -> int:
+        """Serve until asked to stop; returns the exit code."""
+        return run_until_asked(self._serve, self._stopping, self._terminal, self._folder.logs, self._cause)
+
+    def _serve(self, stack: ExitStack) -> None:
+        self._start(stack)
+        self._keep_alive()
+        self._drain()
+
+    @property
+    def _begun(self) -> bool:
+        """Whether this process takes over what runs."""
+        return self._state is not None and self._state.begun
+
+    def _cause(self, error: Exception, stack: ExitStack) -> Exception:
+        """The error, with which what runs of a detached run goes on: the next such process takes it over."""
+        if isinstance(error, TwinpoolError) and self._begun:
+            stack.pop_all()
+        return error
+
+    # ------------------------------------------------------------ starting
+
+    def _start(self, stack: ExitStack) -> None:
+        plan, state, begun = self._plan, self._state, self._begun
+        if not begun:
+            self._show_plan()
+        config, logs = plan.lead.cluster, self._folder.logs
+        self._context = ServiceContext(
+            logs, config, self._clock, self._terminal.line, self._words, self._folder.owns, state, stack
+        )
+        environment = dict(os.environ) | self._secrets | self._cluster_secret()
+        self._clusters = ModelClusters(plan, self._folder, self._context, state)
+        self._models = self._clusters.services
+        self._clusters.start(environment, begun=begun)
+        if not begun:
+            self._await_models()
+        self._start_routers(environment)
+        security = plan.lead.security
+        self._folder.publish(plan.operators, ", ".join(plan.configs), security.tls_ca, plan.options.file)
+        self._stopping.ready()
+        if begun:
+            assert state is not None
+            state.taken_over()
+            self._terminal.line(f"a supervisor of build {build_id()} has taken the models over, which went on")
+            return
+        ask = curl_line(plan.url, next(iter(plan.configs)), key=bool(security.keys_file), ca=security.tls_ca)
+        operators = [f"operators' paths: {plan.operators}"] if plan.operators != plan.url else []
+        self._terminal.ready(plan.url, [("models", ", ".join(plan.configs))], [*operators, ask])
+        self._stopping.manager.ready(f"serves at {plan.url}")
+        if state is not None:
+            state.mark_ready()
+
+    def _show_plan(self) -> None:
+        plan = self._plan
+        self._terminal.step("models", ", ".join(plan.configs))
+        self._terminal.step("logs", str(self._folder.logs))
+        for line in open_ways(plan.lead.security, plan.options.host, "127.0.0.1"):
+            self._terminal.step("open", line)
+
+    def _cluster_secret(self) -> dict[str, str]:
+        """The secret with which all processes authenticate each other, as a variable; nothing where all of them are on
+        loopback and have no certificates."""
+        if self._plan.options.ray_address is None and not self._plan.lead.security.cluster_ca:
+            return {}
+        kept = self._state.secret if self._state is not None else ""
+        secret = self._secrets.get(SECRET_VARIABLE) or kept or secrets.token_hex(32)
+        if self._state is not None:
+            self._state.secret = secret
+            self._state.save()
+        return {SECRET_VARIABLE: secret}
 
     def _await_models(self) -> None:
         deadline = self._clock.now() + START_S
@@ -180,6 +323,7 @@ class ServeModels:
                 self._check_stop()
                 if self._clock.now() > deadline:
                     raise PartFailed(f"gave up waiting for model {name}; see {self._folder.logs / name}")
+                self._stopping.wait(POLL_S)
             self._terminal.step("model", f"{name} is served")
 
     def _listening(self, service: Service) -> bool:
@@ -193,12 +337,10 @@ class ServeModels:
             raise PartFailed(f"{error}{self._words(service.name)}") from None
 
     def _start_routers(self, environment: Mapping[str, str]) -> None:
-        options, routed = self._plan.options, self._folder.temporary / "models.json"
-        reports = [msgspec.json.decode(self._report(name).read_bytes(), type=RoutedModel) for name in self._models]
-        routed.write_bytes(msgspec.json.encode(reports))
-        plan = RoutersPlan(options.routers, options.host, self._plan.port, self._plan.lead)
-        self._routers = RouterServices(self._context, plan, self._folder.temporary)
-        self._routers.start(RouterCommand(ROUTER, environment, ("--models", str(routed))))
+        self._routers = RouterServices(self._context, self._routers_plan(), self._folder.temporary)
+        self._routers.start(RouterCommand(ROUTER, environment, ("--models", str(self._clusters.routed))))
+        if self._begun:
+            return
         deadline = self._clock.now() + HEALTHY_S
         for router in self._routers.services():
             while not self._listening(router) or not router.probe.healthy():
@@ -208,15 +350,21 @@ class ServeModels:
                 self._stopping.wait(POLL_S)
             self._terminal.step(router.name, "listening")
 
+    def _routers_plan(self) -> RoutersPlan:
+        """The routers of what the models say now."""
+        options, digest = self._plan.options, self._clusters.tell()
+        return RoutersPlan(options.routers, options.host, self._plan.port, self._plan.lead, digest)
+
     def _check_stop(self) -> None:
         if self._stopping.asked:
             raise StartStopped
 
     def _words(self, process: str) -> str:
         """The last words of a service; of a model's cluster, which tells of its start as `serve` does, only errors."""
-        lines = last_words(self._folder.logs / f"{process}.log")
-        if process.removeprefix("model-") in self._models:
-            lines = [line for line in lines if line.startswith("error")]
+        logs, model = self._folder.logs, process.removeprefix("model-")
+        lines = last_words(logs / f"{process}.log")
+        if model in self._models:
+            lines = [line for line in (*lines, *last_words(logs / model / OUTPUT)) if line.startswith("error")]
         return indented(lines)
 
     # ------------------------------------------------------------ running
@@ -231,7 +379,10 @@ class ServeModels:
                     del alive[name]
             if not alive:
                 raise PartFailed("no model is left that could be served")
+            if self._clusters.news():
+                self._routers.change(self._routers_plan())
             self._routers.tend()
+            self._clusters.confirm(self._routers.stale())
 
     def _drain(self) -> None:
         """Have the routers refuse what is new, and give the answers that run their time; then end the clusters, all at
@@ -256,3 +407,28 @@ def serve_models(plan: ModelsPlan, began: float | None = None) -> int:
         return ServeModels(plan, folder, out, stopping, began).run()
 
     return in_terminal(plan.lead.cluster.stop_timeout_s, run)
+
+
+def launch_models(plan: ModelsPlan, out: TextIO, wait: Callable[[float], object]) -> int:
+    """Start a detached run of several models, and return the exit code once all serve, or one has failed (`keep`)."""
+    folder = new_folder()
+    folders = {name: new_folder(within=folder) for name in plan.configs}
+    state = ModelsState(
+        folder,
+        new_log_folder(),
+        options=plan.options,
+        port=plan.port,
+        configs=dict(plan.configs),
+        folders=folders,
+        secrets=given_secrets(),
+    )
+    return keep(state, plan.operators, out, wait, verbose=plan.options.verbose)
+
+
+def supervise_models(state: ModelsState, out: TextIO) -> int:
+    """Be the supervisor of a detached run of several models; returns the exit code."""
+    plan = ModelsPlan(state.options, state.configs, state.port)
+    stopping = signals_of(plan.lead.cluster.stop_timeout_s)
+    stopping.show_on(out)
+    kept = KeptFolder(state.folder, state.logs, os.getppid())
+    return ServeModels(plan, kept, out, stopping, state=state).run()

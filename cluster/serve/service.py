@@ -20,7 +20,7 @@ from pathlib import Path
 
 from twinpool.cluster.processes.process_ids import TIED, kill_process, same_process, start_time, terminate_process
 from twinpool.cluster.processes.restart_policy import RestartHistory
-from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.detached_state import ServiceProcess, ServicesState
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -57,7 +57,7 @@ class ServiceContext:
     """Returns the last lines of a service's log, ready to be appended to a line."""
     owns: Callable[[int, int], None]
     """Has a process, by pid and start time, ended with the run."""
-    state: DetachedState | None
+    state: ServicesState | None
     """The detached cluster's; None where services end with this process."""
     stack: ExitStack
     """Ends the services."""

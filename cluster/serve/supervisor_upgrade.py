@@ -84,13 +84,14 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
 
 
 def services_build(run: RunFile) -> str:
-    """The build of a detached cluster's controller, which is its supervisor's; empty while that isn't known."""
+    """The build of a detached cluster's controller, which is its supervisor's, or of the routers of several models;
+    empty while that isn't known."""
     from twinpool.cluster.serve.detached_state import STATE_FILE
 
     try:
-        tree = read_json((Path(run.folder) / STATE_FILE).read_text())
-        return str(tree["services"]["controller"][2])
-    except (OSError, ValueError, LookupError):
+        services = read_json((Path(run.folder) / STATE_FILE).read_text())["services"]
+        return str(next(services[name] for name in ("controller", "router", "router-0") if name in services)[2])
+    except (OSError, ValueError, LookupError, StopIteration):
         return ""
 
 

@@ -44,7 +44,9 @@ def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Co
     """
     tree = {} if path is None else read_config_file(path)
     if "models" in tree:
-        raise ConfigError(f"{path} has several models: serve takes that, in a terminal or under systemd")
+        raise ConfigError(
+            f"{path} has several models: serve, up and apply take that, and a file of one model is needed here"
+        )
     wrong: list[str] = []
     for assignment in assignments:
         try:

@@ -131,6 +131,10 @@ class RoutedModel(Struct, frozen=True):
     """The file of its whole configuration as JSON; empty: all defaults."""
     kv_index: str = ""
     """The file of the table of its KV index; empty: there is none."""
+    digest: str = ""
+    """Digest of the settings that routers read of it."""
+    build: str = ""
+    """The build that says so."""
 
 
 class RouterReport(Message, frozen=True):

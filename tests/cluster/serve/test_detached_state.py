@@ -15,8 +15,9 @@ from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts
 from twinpool.cluster.processes.keeper import end_seconds
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.serve.build_check import why_not
-from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess
+from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ModelsState, ServiceProcess, models_in
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.serve_models import plan_models
 from twinpool.cluster.serve.shutdown_signal import END_S
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
@@ -38,6 +39,7 @@ def state(folder: Path, prepared: ServePlan) -> DetachedState:
         secrets={"TWINPOOL_ADMIN_TOKEN": "a token"},
         secret="aa",
         arena="bb",
+        report="/tmp/a.routed",
         controller_port=4711,
         standby_ports=[4712],
         ray="127.0.0.1:6379",
@@ -72,6 +74,38 @@ def test_every_other_field_is_kept_and_the_file_is_its_owners(tmp_path: Path) ->
         assert getattr(before, field.name) or field.name == "rest", f"{field.name} has its default here"
         if field.name != "prepared":
             assert getattr(after, field.name) == getattr(before, field.name)
+
+
+def test_the_state_of_several_models_is_kept_and_says_where_their_clusters_are(tmp_path: Path) -> None:
+    (file := tmp_path / "models.yaml").write_text("{launch: {port: 0, routers: 2}, models: {a: {}, b: {}}}")
+    plan = plan_models(ServeOptions.of_file(file))
+    assert plan is not None
+    before = ModelsState(
+        tmp_path,
+        tmp_path / "logs",
+        options=plan.options,
+        port=plan.port,
+        configs=dict(plan.configs),
+        folders={"a": tmp_path / "t.a", "b": tmp_path / "t.b"},
+        free_bytes=77,
+        secrets={"TWINPOOL_ADMIN_TOKEN": "a token"},
+        secret="aa",
+        services={"model-a": ServiceProcess(7, 8, "0.1+abc")},
+        marks={"router-0": "0.1+abc.12"},
+        replaced={"router-0.0.1+abc.11": ServiceProcess(9, 10, "0.1+abc")},
+    )
+    before.save()
+    assert stat.S_IMODE((tmp_path / STATE_FILE).stat().st_mode) == 0o600
+    after = ModelsState.load(tmp_path)
+    for field in dataclasses.fields(ModelsState):
+        assert getattr(before, field.name) or field.name == "rest", f"{field.name} has its default here"
+        if field.name != "options":
+            assert getattr(after, field.name) == getattr(before, field.name), field.name
+    assert (after.options.routers, after.options.file) == (2, str(file))
+    assert models_in(tmp_path) == before.folders
+    assert "can't be read" in why_not(tmp_path) or "No such file" in why_not(tmp_path), (
+        "a model's own state is looked at"
+    )
 
 
 def test_cards_and_nodes_are_kept_as_they_were_measured(tmp_path: Path) -> None:

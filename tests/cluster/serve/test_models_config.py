@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from twinpool.cluster.serve.models_config import models_of, places_of
+from twinpool.cluster.serve.models_config import models_of, places_of, settings_of_models
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import ConfigError
 
@@ -83,3 +83,36 @@ def test_who_takes_one_model_refuses_a_file_of_several(file: Path) -> None:
     read(file, {"models": {"a": {}}})
     with pytest.raises(ConfigError, match="has several models"):
         load_config(file)
+
+
+def test_each_models_cluster_is_told_what_the_file_names_and_other_models_or_endpoints_are_refused(file: Path) -> None:
+    tree: dict[str, Any] = {
+        "launch": {"port": 8001, "model": "demo"},
+        "security": {"admin_port": 9001, "keys_file": "/etc/keys.json"},
+        "decode": {"max_batch_tokens": 8},
+        "cluster": {"name": "here"},
+        "models": {"a": {"decode": {"max_batch_tokens": 4}}, "b": {"router": {"served_model_name": "also"}}},
+    }
+    running = read(file, tree)
+    assert settings_of_models(file, running) == {
+        "a": {
+            "launch": {"model": "demo"},
+            "security": {"keys_file": "/etc/keys.json"},
+            "decode": {"max_batch_tokens": 4},
+            "cluster": {"name": "here.a"},
+        },
+        "b": {
+            "launch": {"model": "demo"},
+            "security": {"keys_file": "/etc/keys.json"},
+            "decode": {"max_batch_tokens": 8},
+            "cluster": {"name": "here.b"},
+            "router": {"served_model_name": "b, also"},
+        },
+    }
+    for section, key, value in (("launch", "port", 8002), ("security", "admin_port", 9002)):
+        read(file, {**tree, section: {**tree[section], key: value}})
+        with pytest.raises(ConfigError, match=f"{section}.{key} is of the endpoint"):
+            settings_of_models(file, running)
+    read(file, {**tree, "models": {"a": {}, "c": {}}})
+    with pytest.raises(ConfigError, match="lacks models that run: b"):
+        settings_of_models(file, running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +20,12 @@ import yaml
 from tests.support.served_cluster import until
 from twinpool.cluster.assembly.node_shares import CardFacts
 from twinpool.cluster.serve import model_cluster, serve_models
+from twinpool.cluster.serve.detached_state import STATE_FILE, ModelsState
 from twinpool.cluster.serve.preflight import ServeOptions
-from twinpool.cluster.serve.serve_models import ServeModels, plan_models
+from twinpool.cluster.serve.router_services import SharedRouters
+from twinpool.cluster.serve.serve_models import ModelsPlan, ServeModels, plan_models
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
+from twinpool.contracts.build_id import build_id
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.router_report import RoutedModel
@@ -72,11 +76,13 @@ class Folder:
 
     def __init__(self, place: Path) -> None:
         self.temporary, self.logs = place / "t", place / "l"
-        self.temporary.mkdir()
-        self.logs.mkdir()
+        self.temporary.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
         self.published: list[tuple[str, str]] = []
 
     def owns(self, pid: int, started: int) -> None: ...
+
+    def owns_children(self) -> None: ...
 
     def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
         self.published.append((url, model))
@@ -85,15 +91,31 @@ class Folder:
 class Run:
     """One run of two models, in a thread."""
 
-    def __init__(self, place: Path, **models: Any) -> None:
+    def __init__(self, place: Path, *, detached: bool = False, **models: Any) -> None:
         file = place / "models.yaml"
         file.write_text(yaml.safe_dump({"launch": {"port": 0}, "models": models}))
         plan = plan_models(ServeOptions.of_file(file))
         assert plan is not None
         self.folder, self.out, self.stopping = Folder(place), io.StringIO(), Stopping(0.0)
-        self.serve = ServeModels(plan, self.folder, self.out, self.stopping)  # type: ignore[arg-type]
+        self.state = self._state(plan) if detached else None
+        self.serve = ServeModels(plan, self.folder, self.out, self.stopping, state=self.state)
         self.code: list[int] = []
         self.thread = threading.Thread(target=lambda: self.code.append(self.serve.run()))
+
+    def _state(self, plan: ModelsPlan) -> ModelsState:
+        """Of a detached run, as an earlier supervisor has left it where there was one."""
+        if (self.folder.temporary / STATE_FILE).exists():
+            return ModelsState.load(self.folder.temporary)
+        folders = {name: self.folder.temporary / name for name in plan.configs}
+        configs = dict(plan.configs)
+        return ModelsState(
+            self.folder.temporary, self.folder.logs, plan.options, plan.port, configs=configs, folders=folders
+        )
+
+    def confirmed(self, model: str) -> Any:
+        """What the model's cluster was told of the routers."""
+        file = self.folder.temporary / f"{model}.confirmed"
+        return json.loads(file.read_text()) if file.exists() else None
 
     def starts(self, model: str) -> list[int]:
         file = self.folder.logs / model / "starts"
@@ -111,8 +133,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     monkeypatch.setattr(serve_models, "ROUTER", (sys.executable, "-S", "-c", ROUTER))
     runs: list[Run] = []
 
-    def start(**models: Any) -> Run:
-        runs.append(run := Run(Path(folder), **models))
+    def start(*, detached: bool = False, **models: Any) -> Run:
+        runs.append(run := Run(Path(folder), detached=detached, **models))
         run.thread.start()
         return run
 
@@ -139,6 +161,36 @@ def test_models_are_started_once_each_and_started_again_when_they_die_and_all_en
     run.end()
     assert run.code == [ASKED]
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_the_next_supervisor_of_a_detached_run_takes_models_and_routers_over(begin: Callable[..., Run]) -> None:
+    first = begin(detached=True, a={}, b={})
+    until(lambda: bool(first.folder.published), "both to be served", 60)
+    second = begin(detached=True, a={}, b={})
+    until(lambda: bool(second.folder.published), "the next one to take over", 60)
+    assert (first.folder.temporary / "taken-over").exists()
+    assert second.state is not None
+    assert first.state is not None
+    assert second.state.services == first.state.services
+    assert [len(second.starts(model)) for model in ("a", "b")] == [1, 1]
+
+
+@pytest.mark.slow
+def test_routers_are_replaced_once_a_model_says_that_they_read_other_settings(begin: Callable[..., Run]) -> None:
+    run = begin(detached=True, a={}, b={})
+    until(lambda: run.confirmed("b") == ["", 0, ""], "the routers to have what b said first", 60)
+    assert run.state is not None
+    before, told = run.state.services["router"], SharedRouters(run.folder.temporary / "b.routed")
+    routed = told.told()
+    assert routed is not None
+    told.tell(msgspec.structs.replace(routed, digest="1234", build="another"))
+    told.tell(msgspec.structs.replace(routed, digest="5678", build=build_id()))
+    assert told.behind("5678") == (1, ""), "nobody has said yet that they have it"
+    until(lambda: told.behind("5678") == (0, ""), "the router to be replaced", 60)
+    assert run.state.services["router"] != before
+    assert before in run.state.replaced.values(), "it finishes its answers"
+    assert "digest" in (run.folder.temporary / "models.json").read_text()
 
 
 @pytest.mark.slow
@@ -188,7 +240,7 @@ def test_the_report_names_the_table_of_the_index_by_a_name_that_stays(tmp_path: 
     to = tmp_path / "m.1.routed"
     for start in ("first", "second"):
         (table := tmp_path / start).write_text(start)
-        model_cluster.report(RoutedModel("model", "h:1", "s", str(table)), to)
+        model_cluster.LinkedRouters(to).tell(RoutedModel("model", "h:1", "s", str(table)))
         told = msgspec.json.decode(to.read_bytes(), type=RoutedModel)
         assert told.kv_index == str(tmp_path / "m.1.kv-index")
         assert Path(told.kv_index).read_text() == start
