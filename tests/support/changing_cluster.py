@@ -156,9 +156,8 @@ class Detached(Serving):
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("TWINPOOL_RUN") == self.mark or any(
-                    str(self.folder) in word for word in process.cmdline()
-                ):
+                run = process.environ().get("TWINPOOL_RUN", "")  # Of several models, each has one below that of all.
+                if run.split(".")[0] == self.mark or any(str(self.folder) in word for word in process.cmdline()):
                     found.append(process)
         return found
 
