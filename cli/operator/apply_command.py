@@ -236,12 +236,14 @@ def _counts(row: Mapping[str, Any]) -> bool:
 
 
 def apply(args: argparse.Namespace) -> int:
+    if args.model_name and SECTION in read_settings(args.config):
+        raise ConfigError(f"{args.config} has all models: leave out --model-name")
     operator, chosen = client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)
-    return apply_file(args, operator, chosen.run)
+    return apply_file(args, operator, chosen.run, args.ca)
 
 
-def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | None) -> int:
-    """Apply the file's settings to a cluster. `run`: where it is one of this machine."""
+def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | None, ca: str = "") -> int:
+    """Apply the file's settings to a cluster. `run`: where it is one of this machine. `ca`: as of `AdminClient`."""
     check_timeout(args.timeout)
 
     def command(operator: AdminClient, settings: Mapping[str, Any], say: Callable[[str], None]) -> ApplyCommand:
@@ -251,11 +253,9 @@ def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | N
     settings = read_settings(args.config)
     if SECTION not in settings:
         return carry_out(command(operator, settings, print_line), nothing, dry_run=args.dry_run)
-    if args.model_name:
-        raise ConfigError(f"{args.config} has all models: leave out --model-name")
     served, models = _models_to_change(args.config, run)
     commands = {
-        name: command(AdminClient.of_run(served, args.ca, name), own, partial(_say_of, name))
+        name: command(AdminClient.of_run(served, ca, name), own, partial(_say_of, name))
         for name, own in models.items()
     }
     return carry_out(CommandOfModels(commands), nothing, dry_run=args.dry_run)

@@ -17,7 +17,7 @@ from twinpool.cli.operator import upgrade_command
 from twinpool.cli.operator.cluster_rows import apart
 from twinpool.cli.operator.rolling_restart import next_in_turn
 from twinpool.cli.operator.status_command import status_view
-from twinpool.cli.operator.upgrade_command import UpgradeCommand
+from twinpool.cli.operator.upgrade_command import UpgradeCommand, UpgradeOfModels
 from twinpool.cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import (
@@ -94,6 +94,55 @@ def test_the_supervisor_comes_first_then_the_pools_in_turn(tmp_path: Path, monke
         assert cluster.orders == ["prefill-0", "decode-0", "prefill-1", "decode-1", "prefill-2"]
         assert scene.command.plan().nothing
         assert scene.said[0] == f"the supervisor, the controller and the routers are of build {NEW}"
+
+
+class SeveralModels:
+    """Two models, a and b, and the routers of both; `order` is what was done to which, in turn."""
+
+    def __init__(self, urls: dict[str, str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        runs = {name: RunFile(urls["a"], 1, 1, "", "demo", folder=str(place / name)) for name in ("a", "b", "all")}
+        for name in runs:
+            (place / name).mkdir()
+            self._state(place / name, OLD)
+        commands = {name: Scene(url, place / name, monkeypatch).command for name, url in urls.items()}
+        monkeypatch.setattr(upgrade_command, "replace_supervisor", self._replace)
+        self.command = UpgradeOfModels(commands, {name: runs[name] for name in "ab"}, runs["all"], BUILD)
+
+    def _replace(self, build: CheckedBuild, run: RunFile, wait: Any) -> None:
+        self.order.append(Path(run.folder).name)
+        self._state(Path(run.folder), build.build)
+
+    @staticmethod
+    def _state(folder: Path, build: str) -> None:
+        service = "router-0" if folder.name == "all" else "controller"
+        (folder / "cluster.state").write_text(json.dumps({"services": {service: [1, 2, build]}}))
+
+
+def test_of_several_models_all_supervisors_come_first_then_the_routers_then_each_ones_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster(2, 2)) as a, router_stub(Cluster(2, 2)) as b:
+        models = SeveralModels({"a": a.url, "b": b.url}, tmp_path, monkeypatch)
+        a.orders = b.orders = models.order
+        plan = models.command.plan()
+        supervisor = f"supervisor, controller and routers: {OLD} -> {NEW}"
+        assert [line for line in plan.lines() if "supervisor" in line] == [
+            f"a: {supervisor}", f"b: {supervisor}", f"routers: {supervisor}"
+        ]  # fmt: skip
+        models.command.run(plan)
+        assert models.order == ["a", "b", "all", *["prefill-0", "decode-0", "prefill-1", "decode-1"] * 2]
+        assert models.command.plan().nothing
+
+
+def test_of_several_models_none_is_upgraded_where_one_would_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster(2, 2)) as a, router_stub(Cluster(2, 1)) as b:
+        models = SeveralModels({"a": a.url, "b": b.url}, tmp_path, monkeypatch)
+        with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
+            models.command.run(models.command.plan())
+        assert (models.order, a.orders) == ([], [])
 
 
 def test_what_an_earlier_command_has_left_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
