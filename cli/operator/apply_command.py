@@ -255,8 +255,7 @@ def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | N
         return carry_out(command(operator, settings, print_line), nothing, dry_run=args.dry_run)
     served, models = _models_to_change(args.config, run)
     commands = {
-        name: command(AdminClient.of_run(served, ca, name), own, partial(_say_of, name))
-        for name, own in models.items()
+        name: command(AdminClient.of_run(served, ca, name), own, partial(_say_of, name)) for name, own in models.items()
     }
     return carry_out(CommandOfModels(commands), nothing, dry_run=args.dry_run)
 
