@@ -62,6 +62,7 @@ BENCHES = {
         "bench.serving.failover_pause",
         lambda n: f"--rounds {2 * n}",
     ),
+    "batches": Bench("What do live streams see of a batch, and is each line answered once?", "bench.serving.batches"),
     "drain": Bench("How long does a stream pause when its worker is drained?", "bench.serving.drain_cost"),
     "router": Bench("What does a router cost, per request and per token?", "bench.serving.router_speed"),
     "hostile": Bench("What harm can hostile clients do?", "bench.serving.hostile_clients"),
