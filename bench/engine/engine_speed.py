@@ -4,7 +4,6 @@
     python -m bench.engine.engine_speed --make qwen3-445m  # a Qwen3-shaped one with random weights
     python -m bench.engine.engine_speed --make qwen3-445m --threads 2 --sides generate openvino vllm  # and rivals
     python -m bench.engine.engine_speed --families  # a miniature of every family, or of those that are named
-    python -m bench.engine.formats --rivals  # weights of several formats
 
 Prefill: one prompt, tokens a second until its first token. Decode: tokens a second of a batch once all of its
 sequences have their first token. Repetitions go round all sides in turns, each with new prompts, so that a noisy
@@ -42,8 +41,8 @@ from twinpool.contracts.errors import CheckpointError, ConfigError
 
 _LOWEST_TOKEN = 300
 """Ids below may be special."""
-SIDES = ("invariant", "fast", "torch", "drafted", "generate", "continuous", "openvino", "vllm")
-"""torch: no C++ kernels; drafted: 4 drafts a row, all right. The last two need `python -m bench.rivals --install`."""
+SIDES = ("invariant", "fast", "torch", "drafted", "adapters", "generate", "continuous", "openvino", "vllm")
+"""drafted: 4 drafts a row, all right; adapters: one a row. The last two need `python -m bench.rivals --install`."""
 
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -51,7 +50,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "int8": {"activations": "int8"},
     "fast": {"numerics": "fast"},
     "torch": {"attention": "torch"},
-    "drafted": {},
+    **{name: {} for name in ("drafted", "adapters")},
 }
 
 
@@ -183,6 +182,8 @@ def make_side(
         made, drafts = EngineConfig(**_OWN[name], **config), 4 * (name == "drafted")
         ours = Twinpool(model, made, tokens, sequences, clock=args.clock, drafts=drafts)
         ours.name = f"twinpool, {name}"
+        if name == "adapters":
+            ours.adapt(model)
         return ours
     if name in PACKAGES:
         return Rival(name, model, args.threads or torch.get_num_threads(), args.clock, **rival)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,26 +11,31 @@ from pathlib import Path
 
 import torch
 
+from tests.support.adapters import make_adapter
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.checkpoint.adapter_files import adapter_ref
+from twinpool.contracts.config.worker_config import AdaptersConfig, EngineConfig
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.engine.attention.attention_backend import undoable_positions
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import load_engine
+from twinpool.engine.tensors.adapters import AdapterFolders, AdapterStore
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Processor time tells how much work an engine makes of the same task, whoever else is using the machine; it is fair to
 engines on one thread only, since waiting threads may spin."""
 Prompts = Sequence[Sequence[int]]
 _NO_END = 1 << 20
+RANKS = (4, 8, 8, 12, 16, 20, 32, 64)
+"""Of adapters that rows have in turns."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,25 @@ class Twinpool:
         epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
         self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, device)
         shuffled = random.Random(0)  # as in a pool that has been used for a while
+        self._adapters: list[AdapterRef] = []
         self._free = {name: shuffled.sample(range(1, count), count - 1) for name, count in counts.items()}
+
+    def adapt(self, checkpoint: Path, ranks: Sequence[int] = RANKS) -> None:
+        """Have the sequences of each batch computed with adapters of these ranks in turns, with random factors."""
+        decoder = self.engine.decoder
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [make_adapter(Path(folder) / f"{i}", checkpoint, rank, seed=i) for i, rank in enumerate(ranks)]
+            self._adapters = [adapter_ref(path.name, str(path), [folder], max(ranks)) for path in paths]
+            config = AdaptersConfig(roots=folder, max_rank=max(ranks), max_loaded=len(ranks))
+            device = self.engine.device.torch_device
+            files = AdapterFolders(config, decoder.adapted, decoder.dtype, device, decoder.kernels)
+            self.engine.adapters = AdapterStore(len(ranks), files)
+            while not all([self.engine.adapters.wants(ref) for ref in self._adapters]):
+                time.sleep(0.01)
+
+    def _adapted(self, number: int, row: BatchRow) -> BatchRow:
+        """The row of sequence `number` with its adapter, where sequences have some."""
+        return row._replace(adapter=self._adapters[number % len(self._adapters)]) if self._adapters else row
 
     def _held(self, number: int, tokens: int) -> dict[str, TableSlice]:
         """What sequence `number` of a batch has of each pool, for so many positions; its states are zero."""
@@ -139,12 +163,15 @@ class Twinpool:
             for begin in range(0, len(prompt), self.chunk_tokens):
                 part = list(prompt[begin : begin + self.chunk_tokens])
                 last = begin + len(part) == len(prompt)
-                step([i], [self._row(part, begin, held[i], draws(i) if last else None)])
+                step([i], [self._adapted(i, self._row(part, begin, held[i], draws(i) if last else None))])
         while members := [i for i, prompt in enumerate(prompts) if len(tokens[i]) < len(prompt) + count]:
             rest = [known[i][len(tokens[i]) - len(prompts[i]) : -1] if known is not None else [] for i in members]
             step(
                 members,
-                [self._decoded(tokens[i], left, held[i], draws(i)) for i, left in zip(members, rest, strict=True)],
+                [
+                    self._adapted(i, self._decoded(tokens[i], left, held[i], draws(i)))
+                    for i, left in zip(members, rest, strict=True)
+                ],
             )
         return Answer([t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], times)
 
