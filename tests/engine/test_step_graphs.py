@@ -18,10 +18,11 @@ from torch import Tensor
 from tests.engine.harness import Bench
 from tests.engine.test_graph_inputs import ATTENTION, CPU, PAGE_TOKENS, PAGES, SPEC, step
 from tests.support.checkpoints import VOCAB
+from tests.support.model_families import FAMILIES
 from tests.support.seeing_models import pattern, write_mistral3
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import ChosenExperts, SamplingParams
 from twinpool.engine.attention.attention_plan import BackendPlan
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
 from twinpool.engine.layers.picture_encoder import PlacedRows
@@ -174,3 +175,25 @@ def test_a_chunk_of_one_token_inside_a_picture_is_not_replayed(tmp_path: Path) -
         return found
 
     assert computed(replayed=1) == computed(replayed=None)
+
+
+@pytest.mark.slow
+def test_a_step_that_tells_its_experts_is_not_replayed(tmp_path: Path) -> None:
+    """A graph has kept those of the step that was captured."""
+    host = Bench(FAMILIES["qwen3_moe"](tmp_path / "model", published=True), page_tokens=4, tokens=64)
+    graphs = Blind(host.engine.decoder)
+    found: list[list[ChosenExperts]] = []
+    for replayed in (False, True):
+        host.engine.graphs = cast(StepGraphs, graphs) if replayed else None
+        held, told = host.hold(8), list[ChosenExperts]()
+        for at, token in enumerate((3, 90, 4)):
+            draw = TokenDraw(SamplingParams(max_tokens=8, temperature=0.0, logprobs=0), (), 2, at + 1)
+            (out,) = host.engine.forward([host.row([token], at, held, draw, routed=at < 2)])
+            assert out.drawn is not None
+            assert out.drawn.logprob is not None
+            assert (out.drawn.logprob.experts is None) == (at == 2), "who asks is told"
+            told += [out.drawn.logprob.experts] if out.drawn.logprob.experts is not None else []
+        found.append(told)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert graphs.replayed == 1, "of the step that nobody asked"

@@ -14,6 +14,7 @@ import torch
 from tests.support.checkpoints import Oracle
 from tests.support.colocated_worker import colocated
 from tests.support.model_families import FAMILIES
+from tests.support.rank_followers import RankProcesses
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, pair
 from tests.workers.test_drafts import DRAFTS, FEW
@@ -135,6 +136,26 @@ def test_experts_come_with_drafts_that_are_drawn(folder_of: Callable[[str], Path
         counters = both.decode.status().counters
         assert counters["drafts_accepted"] > 0
     expect_the_routers(folder, again, whole(answer))
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({"tp": 2}, {}), ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 2}), ({"dp": 2}, {"dp": 2})],
+    ids=["divided", "spread over ranks", "spread over workers"],
+)
+def test_experts_are_those_of_the_checkpoint_however_layers_and_experts_are_laid_out(
+    folder_of: Callable[[str], Path], warm: RankProcesses, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
+    folder, asked = folder_of("qwen3_moe"), prompts(47, 70, 9)
+    sections = {"prefill": {"chunk_tokens": 32, **prefill}, "decode": dict(decode), "transfer": {"plane": "shm"}}
+    with pair(folder, tokens=2048, ranks=warm, **sections) as both:
+        rids = [both.submit(prompt, ASKED) for prompt in asked]
+        both.submit(prompts(48, 20)[0], UNASKED)
+        answers = both.run(*rids)
+    for prompt, answer in zip(asked, answers, strict=True):
+        expect_the_routers(folder, prompt, whole(answer))
 
 
 def test_experts_are_told_by_a_worker_of_both_roles(folder_of: Callable[[str], Path]) -> None:
