@@ -7,8 +7,8 @@ event of a stream there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import orjson
 
@@ -25,6 +25,20 @@ def compact_json(tree: object, default: Callable[[Any], object] | None = None) -
     except TypeError:  # Lone surrogates, long integers, keys that aren't text: json can write these.
         pass
     return json.dumps(tree, default=default, separators=(",", ":"))
+
+
+class Pieces(Protocol):
+    """A part of an answer that is made as it is sent, a piece at a time."""
+
+    def __len__(self) -> int:
+        """Its bytes."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+
+def joined(parts: Iterable[bytes | Pieces]) -> bytes:
+    """The parts of an answer in one piece."""
+    return b"".join(piece for part in parts for piece in ((part,) if isinstance(part, bytes) else part))
 
 
 DATA, END, DONE = "data: ", "\n\n", b"[DONE]"

@@ -25,6 +25,7 @@ from typing import Any, TypedDict, TypeVar
 from twinpool.cluster.serve.preflight import ServeOptions, adapters_of, prepare
 from twinpool.cluster.serve.serve_one_process import HEALTHY_S, LocalDirectory, start_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.contracts.compact_json import joined
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.openai.api_errors import failure_of_done
@@ -297,7 +298,7 @@ class LLM:
                 await stream.ended()
                 if stream.failed is not None:
                     raise AnswerFailed(failure_of_done(stream.failed, stream.request).message)
-                told: dict[str, Any] = json.loads(b"".join(stream.answer.whole(None)))
+                told: dict[str, Any] = json.loads(joined(stream.answer.whole(None)))
                 return told
             finally:
                 self._service.abandon(stream)  # Does nothing unless the answer was cut short.

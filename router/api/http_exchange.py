@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from twinpool.contracts.compact_json import Pieces, joined
 from twinpool.router.anthropic.messages_writer import error_body
 from twinpool.router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
 from twinpool.router.service.admission import FREE_BYTES, BodyBuffer
@@ -246,17 +247,18 @@ class HttpExchange:
         await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def answer_parts(self, status: int, parts: Sequence[bytes]) -> None:
+    async def answer_parts(self, status: int, parts: Sequence[bytes | Pieces]) -> None:
         """Send a JSON answer in parts, which aren't joined above `JOINED_BYTES`: a large one may be shared with other
         answers."""
         size = sum(map(len, parts))
         if size <= JOINED_BYTES:
-            return await self.answer(status, b"".join(parts))
+            return await self.answer(status, joined(parts))
         await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
         for part in parts:
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
-            if len(part) >= JOINED_BYTES:  # Others needn't wait for all of it.
-                await asyncio.sleep(0)
+            for piece in (part,) if isinstance(part, bytes) else part:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                if len(piece) >= JOINED_BYTES:  # Others needn't wait for all of it.
+                    await asyncio.sleep(0)
         await self._send({"type": "http.response.body", "body": b""})
 
     async def answer_pieces(self, size: int, read: Callable[[], Awaitable[bytes]]) -> None:

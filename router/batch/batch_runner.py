@@ -32,6 +32,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from twinpool.contracts.compact_json import joined
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.router.batch.batch_lines import (
@@ -309,7 +310,7 @@ class BatchRun:
                 await stream.ended()
             if stream.failed is not None:
                 return b"", failure_of_done(stream.failed, stream.request)
-            return b"".join(stream.answer.whole(None)), None
+            return joined(stream.answer.whole(None)), None
         except TimeoutError:
             return b"", ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline")
         finally:

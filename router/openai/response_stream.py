@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from twinpool.contracts.compact_json import END
+from twinpool.contracts.compact_json import END, Pieces
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import PAIR, RequestId, Role
 from twinpool.contracts.messages.worker_events import Done, LegReport
@@ -127,7 +127,7 @@ class AnswerWriter(Protocol):
     def failed(self, failure: ApiError) -> bytes:
         """Return the end of a stream that failed."""
 
-    def whole(self, twinpool: object | None) -> list[bytes]:
+    def whole(self, twinpool: object | None) -> Sequence[bytes | Pieces]:
         """Return the body of an answer that isn't streamed, in parts."""
 
 

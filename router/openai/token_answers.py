@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ _DRAWS = (
 )
 GENERATE_SAMPLING: dict[str, RequestField] = {name: COMPLETION[name] for name in _DRAWS.split()}
 """What stands within `sampling_params`."""
+PIECE_BYTES = 48 * 1024
+"""Of experts what is written at a time, before it is base64."""
 GENERATE: dict[str, RequestField] = {
     **{
         name: COMPLETION[name]
@@ -141,16 +143,38 @@ def prompt_logprobs(first: ChoiceOutput, best: int, text: Callable[[int], str | 
     return found
 
 
-def routed_experts(first: ChoiceOutput, choice: ChoiceOutput) -> str:
-    """Return what vLLM calls `routed_experts`, base64 of a NumPy file: the experts of all positions of a choice but the
-    last, which no step has computed, [positions, layers, top k] uint16. `first`: the first choice of its prompt, which
-    has the prompt's."""
-    told = [one.experts for one in (*first.scores, *choice.logprobs)]
-    top_k = next((one.top_k for one in told if one is not None), 1)
-    ids = np.frombuffer(b"".join(one.ids for one in told if one is not None), dtype="<u2")
-    file = io.BytesIO()
-    np.save(file, ids.reshape(len(told), -1, top_k) if told else ids.reshape(0, 0, top_k))
-    return base64.b64encode(file.getvalue()).decode()
+class RoutedExperts:
+    """What vLLM calls `routed_experts`, base64 of a NumPy file: the experts of all positions of a choice but the last,
+    which no step has computed, [positions, layers, top k] uint16. Tens of MB of a long answer, so it is made piece by
+    piece, as it is sent: nobody else's tokens wait for all of it."""
+
+    def __init__(self, first: ChoiceOutput, choice: ChoiceOutput) -> None:
+        """`first`: the first choice of its prompt, which has the prompt's."""
+        told = [one.experts for one in (*first.scores, *choice.logprobs)]
+        top_k = next((one.top_k for one in told if one is not None), 1)
+        self._ids = [one.ids for one in told if one is not None]
+        size = sum(map(len, self._ids))
+        shape = (len(told), size // (2 * top_k * len(told)), top_k) if told else (0, 0, top_k)
+        assert 2 * math.prod(shape) == size, "every position has as many"
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": shape})
+        self._head = file.getvalue()
+        self._size = 4 * -(-(len(self._head) + size) // 3)
+
+    def __len__(self) -> int:
+        """Its characters, each of a byte."""
+        return self._size
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The text, in pieces of about `PIECE_BYTES`."""
+        raw = bytearray(self._head)
+        for ids in self._ids:
+            raw += ids
+            if len(raw) >= PIECE_BYTES:
+                whole = len(raw) - len(raw) % 3
+                yield base64.b64encode(raw[:whole])
+                del raw[:whole]
+        yield base64.b64encode(raw)
 
 
 def no_text(token: int) -> None:
@@ -198,26 +222,24 @@ class TokenWriter:
         """Return the end of a stream that failed."""
         return sse_event(failure.to_json())
 
-    def whole(self, twinpool: object | None) -> list[bytes]:
-        """Return the body of an answer that isn't streamed."""
+    def whole(self, twinpool: object | None) -> list[bytes | RoutedExperts]:
+        """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
         best = self._request.prompt_logprobs
-        told: dict[str, Any] = {
-            "request_id": self._id,
-            "model": self._model,
-            "created": self._created,
-            "choices": [self._whole_choice(c) for c in self._choices],
+        told = {"request_id": self._id, "model": self._model, "created": self._created}
+        rest: dict[str, Any] = {
             "usage": usage_of(self._choices, self._request.n),
             "prompt_logprobs": None if best is None else prompt_logprobs(self._choices[0], best, no_text),
         }
         if twinpool is not None:
-            told["twinpool"] = twinpool
-        return [compact_json(told).encode()]
-
-    def _whole_choice(self, c: ChoiceOutput) -> dict[str, Any]:
-        shape = self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop)
-        if self._request.sampling.routed_experts:
-            shape["routed_experts"] = routed_experts(self._choices[0], c)
-        return shape
+            rest["twinpool"] = twinpool
+        parts: list[bytes | RoutedExperts] = [compact_json(told)[:-1].encode(), b',"choices":[']
+        for number, c in enumerate(self._choices):
+            shape = self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop)
+            parts += [b"," * (number > 0), compact_json(shape)[:-1].encode()]
+            if self._request.sampling.routed_experts:
+                parts += [b',"routed_experts":"', RoutedExperts(self._choices[0], c), b'"']
+            parts.append(b"}")
+        return [*parts, b"],", compact_json(rest)[1:].encode()]
 
     def _choice(
         self,

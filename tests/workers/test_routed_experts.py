@@ -149,8 +149,14 @@ def test_experts_are_those_of_the_checkpoint_however_layers_and_experts_are_laid
     folder_of: Callable[[str], Path], warm: RankProcesses, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
     folder, asked = folder_of("qwen3_moe"), prompts(47, 70, 9)
-    sections = {"prefill": {"chunk_tokens": 32, **prefill}, "decode": dict(decode), "transfer": {"plane": "shm"}}
-    with pair(folder, tokens=2048, ranks=warm, **sections) as both:
+    with pair(
+        folder,
+        tokens=2048,
+        ranks=warm,
+        prefill={"chunk_tokens": 32, **prefill},
+        decode=dict(decode),
+        transfer={"plane": "shm"},
+    ) as both:
         rids = [both.submit(prompt, ASKED) for prompt in asked]
         both.submit(prompts(48, 20)[0], UNASKED)
         answers = both.run(*rids)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import CALL, MARKS, SPECIAL, TOOL, Site
+from twinpool.contracts.compact_json import joined
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.anthropic.messages_writer import MessagesWriter
@@ -59,7 +60,7 @@ def test_the_reason_is_openais(
     told = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events if event]
     reasons = [one["finish_reason"] for one in told]
     assert reasons == [None] * (len(told) - 1) + [finish]
-    whole = json.loads(b"".join(writer.whole(None)))["choices"][0]
+    whole = json.loads(joined(writer.whole(None)))["choices"][0]
     assert whole["finish_reason"] == finish
     names = [call["function"]["name"] for call in whole["message"].get("tool_calls") or ()]
     assert names == (["get"] if text != "no" else [])
@@ -80,4 +81,4 @@ def test_a_named_tool_of_messages_ends_as_any_other(site: Site) -> None:
     writer.bind([output])
     output.take(site.marked(CALL), ())
     output.end(Done(RequestId("r"), 0, "stop"))
-    assert json.loads(b"".join(writer.whole(None)))["stop_reason"] == "tool_use"
+    assert json.loads(joined(writer.whole(None)))["stop_reason"] == "tool_use"

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, processors
 from tests.router.http_server import demo_spec
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import sentencepiece_tokenizer
+from twinpool.contracts.compact_json import joined
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.sampling_params import TokenLogprob
@@ -51,7 +52,7 @@ def told(tokenizer: Tokenizer, answer: list[TokenLogprob], **body: Any) -> dict[
     writer = ResponseWriter(prepared.request, "a", 0, "m", model_tokenizer)
     writer.bind([choice])
     choice.take([one.token for one in answer], answer)
-    whole: dict[str, Any] = json.loads(b"".join(writer.whole(None)))["choices"][0]
+    whole: dict[str, Any] = json.loads(joined(writer.whole(None)))["choices"][0]
     return whole | {"prompt_tokens": [BEGIN, *(tokenizer.id_to_token(token) for token in prompt[1:])]}
 
 

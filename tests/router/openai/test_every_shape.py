@@ -15,6 +15,7 @@ from msgspec.structs import replace as with_fields
 
 from tests.router.http_server import DEMO, demo_spec
 from twinpool.contracts.checkpoint.model_spec import Pooling
+from twinpool.contracts.compact_json import joined
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
 from twinpool.router.openai.parse_request import (
@@ -111,7 +112,7 @@ def test_vectors_are_normalised_as_the_checkpoint_says_and_scores_always(normali
     writer.bind(choices(2))
     for index in (1, 0):
         writer.take(index, [3.0, 4.0, 5.0 + index])
-    told = json.loads(b"".join(writer.whole(None)))
+    told = json.loads(joined(writer.whole(None)))
     want = [0.6, 0.8] if normalise else [3.0, 4.0]
     assert [one["embedding"] for one in told["data"]] == [pytest.approx(want)] * 2
     assert [one["index"] for one in told["data"]] == [0, 1]
@@ -168,7 +169,7 @@ def test_a_cosine_is_of_its_own_pair_whichever_vector_comes_last() -> None:
         writer.bind(choices(3))
         for index in sorted(range(3), key=lambda n: n == last):
             writer.take(index, vectors[index])
-        told = json.loads(b"".join(writer.whole(None)))
+        told = json.loads(joined(writer.whole(None)))
         assert [one["score"] for one in told["data"]] == pytest.approx(list(want.values()))
 
 
@@ -204,7 +205,7 @@ def test_a_prompts_token_that_is_not_among_the_likeliest_has_no_rank_and_an_impo
     request = read_generate({"token_ids": [7] * 10, "sampling_params": {"n": 2, "prompt_logprobs": 1}}, SPEC)
     writer = TokenWriter(request, "id", 5, "m")
     writer.bind(outputs(1, 2))
-    told = json.loads(b"".join(writer.whole(None)))
+    told = json.loads(joined(writer.whole(None)))
     shown = [
         {name: (one["logprob"], one["rank"]) for name, one in each.items()} for each in told["prompt_logprobs"][1:]
     ]

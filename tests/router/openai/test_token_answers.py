@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.compact_json import joined
+from twinpool.contracts.sampling_params import ChosenExperts, SamplingParams, TokenLogprob
+from twinpool.router.api.http_exchange import HttpExchange
+from twinpool.router.openai.token_answers import PIECE_BYTES, RoutedExperts
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
@@ -257,6 +262,36 @@ def test_experts_are_of_all_positions_but_the_last_which_nothing_has_computed(se
         assert choice["logprobs"] is None
     sampling = [s for w in server.cluster.workers.values() for s in w.submits][-1].sampling
     assert (sampling.routed_experts, sampling.logprobs) == (True, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [0, 1, 2, 3000])
+async def test_experts_of_a_long_answer_are_written_in_pieces_between_which_others_have_a_turn(size: int) -> None:
+    ids = np.random.default_rng(1).integers(0, 1 << 16, (size, 6, 4), "<u2")
+    told = [TokenLogprob(7, 0.0, experts=ChosenExperts(4, row.tobytes())) for row in ids]
+    first: Any = SimpleNamespace(scores=told[: size // 2], logprobs=[])
+    choice: Any = SimpleNamespace(scores=(), logprobs=told[size // 2 :])
+    experts = RoutedExperts(first, choice)
+    file = io.BytesIO()
+    np.save(file, ids if size else ids.reshape(0, 0, 4)[:, :, :1])
+    assert joined([b"<", experts, b">"]) == b"<" + base64.b64encode(file.getvalue()) + b">"
+    assert all(len(piece) <= 4 * (PIECE_BYTES + 128) // 3 for piece in experts)
+    turns, at = 0, list[int]()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message: Any) -> None:
+        at.append(turns)
+
+    other = asyncio.ensure_future(others())
+    exchange = HttpExchange({"method": "POST", "path": PATH, "headers": []}, send, send)  # type: ignore[arg-type]
+    await exchange.answer_parts(200, [b"<", experts, b">"])
+    other.cancel()
+    assert len({*at}) > len(experts) // (4 * PIECE_BYTES // 3 + 200), at
 
 
 def test_experts_of_a_prompt_alone_are_told(server: Server) -> None:
