@@ -304,8 +304,7 @@ class BatchRun:
             return b"", failure_of(error)
         try:
             if stream.request.stream:
-                text = "requests of a batch aren't streamed: leave stream out"
-                return b"", ApiError(400, text, "invalid_request_error", None, "stream")
+                return b"", ApiError(400, "lines aren't streamed: no stream", "invalid_request_error", None, "stream")
             async with asyncio.timeout(stream.timeout_s + GRACE_S):
                 await stream.ended()
             if stream.failed is not None:

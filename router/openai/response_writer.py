@@ -18,7 +18,7 @@ from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import (
     GenerateRequest,
 )
-from twinpool.router.openai.token_answers import RoutedExperts, finite, prompt_logprobs, usage_of
+from twinpool.router.openai.token_answers import ExpertsFile, finite, prompt_logprobs, usage_of
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from twinpool.router.text.detokenizer import Detokenizer
 from twinpool.router.text.tokenizer import ModelTokenizer
@@ -214,10 +214,10 @@ class ResponseWriter:
 
     # ------------------------------------------------------------ whole
 
-    def whole(self, twinpool: object | None) -> list[bytes | RoutedExperts]:
+    def whole(self, twinpool: object | None) -> list[bytes | ExpertsFile]:
         """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
         shape = {**self._common, "object": self._object, **_weights_of(self._choices)}
-        parts: list[bytes | RoutedExperts] = [compact_json(shape)[:-1].encode(), b',"choices":[']
+        parts: list[bytes | ExpertsFile] = [compact_json(shape)[:-1].encode(), b',"choices":[']
         for c in self._choices:
             parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
         parts.append(b"]")
@@ -231,7 +231,7 @@ class ResponseWriter:
         parts.append(b"," + compact_json(tree)[1:].encode())
         return parts
 
-    def _whole_choice(self, c: ChoiceOutput) -> list[bytes | RoutedExperts]:
+    def _whole_choice(self, c: ChoiceOutput) -> list[bytes | ExpertsFile]:
         request = self._request
         shape: dict[str, Any] = {"index": c.index}
         logprobs = self._logprobs(c, c.logprobs, echo=request.echo) if request.logprobs is not None else None
@@ -242,9 +242,9 @@ class ResponseWriter:
             shape["prompt_logprobs"] = _of_prompt(
                 self._choices[c.index - c.index % request.n], request.prompt_logprobs, self._model_tokenizer
             )
-        routed: list[bytes | RoutedExperts] = []
+        routed: list[bytes | ExpertsFile] = []
         if request.sampling.routed_experts:
-            experts = RoutedExperts(self._choices[c.index - c.index % request.n], c)
+            experts = ExpertsFile(self._choices[c.index - c.index % request.n], c)
             routed = [b',"routed_experts":"', experts, b'"']
         text = "".join(c.text)
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)

@@ -143,7 +143,7 @@ def prompt_logprobs(first: ChoiceOutput, best: int, text: Callable[[int], str | 
     return found
 
 
-class RoutedExperts:
+class ExpertsFile:
     """What vLLM calls `routed_experts`, base64 of a NumPy file: the experts of all positions of a choice but the last,
     which no step has computed, [positions, layers, top k] uint16. Tens of MB of a long answer, so it is made piece by
     piece, as it is sent: nobody else's tokens wait for all of it."""
@@ -222,7 +222,7 @@ class TokenWriter:
         """Return the end of a stream that failed."""
         return sse_event(failure.to_json())
 
-    def whole(self, twinpool: object | None) -> list[bytes | RoutedExperts]:
+    def whole(self, twinpool: object | None) -> list[bytes | ExpertsFile]:
         """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
         best = self._request.prompt_logprobs
         told = {"request_id": self._id, "model": self._model, "created": self._created}
@@ -232,12 +232,12 @@ class TokenWriter:
         }
         if twinpool is not None:
             rest["twinpool"] = twinpool
-        parts: list[bytes | RoutedExperts] = [compact_json(told)[:-1].encode(), b',"choices":[']
+        parts: list[bytes | ExpertsFile] = [compact_json(told)[:-1].encode(), b',"choices":[']
         for number, c in enumerate(self._choices):
             shape = self._choice(c.index, c.tokens, c.logprobs, c.finish, c.stop)
             parts += [b"," * (number > 0), compact_json(shape)[:-1].encode()]
             if self._request.sampling.routed_experts:
-                parts += [b',"routed_experts":"', RoutedExperts(self._choices[0], c), b'"']
+                parts += [b',"routed_experts":"', ExpertsFile(self._choices[0], c), b'"']
             parts.append(b"}")
         return [*parts, b"],", compact_json(rest)[1:].encode()]
 

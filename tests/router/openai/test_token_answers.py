@@ -17,7 +17,7 @@ from tests.router.http_server import Server, router_config, serving
 from twinpool.contracts.compact_json import joined
 from twinpool.contracts.sampling_params import ChosenExperts, SamplingParams, TokenLogprob
 from twinpool.router.api.http_exchange import HttpExchange
-from twinpool.router.openai.token_answers import PIECE_BYTES, RoutedExperts
+from twinpool.router.openai.token_answers import PIECE_BYTES, ExpertsFile
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
@@ -271,7 +271,7 @@ async def test_experts_of_a_long_answer_are_written_in_pieces_between_which_othe
     told = [TokenLogprob(7, 0.0, experts=ChosenExperts(4, row.tobytes())) for row in ids]
     first: Any = SimpleNamespace(scores=told[: size // 2], logprobs=[])
     choice: Any = SimpleNamespace(scores=(), logprobs=told[size // 2 :])
-    experts = RoutedExperts(first, choice)
+    experts = ExpertsFile(first, choice)
     file = io.BytesIO()
     np.save(file, ids if size else ids.reshape(0, 0, 4)[:, :, :1])
     assert joined([b"<", experts, b">"]) == b"<" + base64.b64encode(file.getvalue()) + b">"
