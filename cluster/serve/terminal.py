@@ -10,6 +10,7 @@ the URL last. The tables that these lines sum up are in the report of the start 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from twinpool.cluster.assembly.node_shares import NodeShare
 from twinpool.cluster.models import DEMO_NAME
@@ -299,11 +300,28 @@ def curl_line(url: str, model: str, *, key: bool = False, ca: str = "") -> str:
     return f"curl {url}/v1/completions {by}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
+class Screen(io.FileIO):
+    """The operator's screen. One that goes away (the reader of a pipe, a session that was closed) ends nothing: what it
+    would have shown is logged from then on."""
+
+    _gone = False
+
+    def write(self, data: Any) -> int:
+        if not self._gone:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self._gone = True
+                log.warning("nobody reads what serve prints any more (%s)", error.strerror)
+        log.info("%s", bytes(data).decode(errors="replace").strip())
+        return len(data)
+
+
 def take_over_output(log: Path) -> TextIO:
     """Send standard output and error, those of libraries and children included, to `log`; returns the real terminal."""
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+    terminal = io.TextIOWrapper(io.BufferedWriter(Screen(os.dup(1), "w")), encoding="utf-8", errors="replace")
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

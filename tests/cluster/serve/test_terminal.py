@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from twinpool.cluster.serve.terminal import kernel_lines, kernels_of, worker_table
+from twinpool.cluster.serve.terminal import Screen, Terminal, kernel_lines, kernels_of, worker_table
+from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
@@ -79,3 +82,22 @@ def test_where_torch_alone_computes_the_line_says_why_and_what_to_do(monkeypatch
     _, asked = kernel_lines(prepared(config_from_dict({"engine": {"attention": "torch"}})), workers)
     assert "as engine.attention=torch asks for" in asked
     assert "slower" not in asked
+
+
+def test_a_screen_that_goes_away_ends_nothing_and_the_log_has_what_it_would_have_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in `twinpool serve | head`: SIGTERM's line was its end, and so it never ended."""
+    reader, writer = os.pipe()
+    out = io.TextIOWrapper(io.BufferedWriter(Screen(writer, "w")))
+    terminal = Terminal(ManualClock(), out)
+    terminal.line("shown")
+    assert os.read(reader, 100) == b"shown\n"
+    os.close(reader)
+    with caplog.at_level(logging.INFO, "twinpool.serve"):
+        terminal.line("decode-0 died")
+        terminal.line("answers have ended")
+    out.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "nobody reads what serve prints any more (Broken pipe)", "decode-0 died", "answers have ended",
+    ]  # fmt: skip
