@@ -122,7 +122,7 @@ def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
         return "avoided after it failed this request"
     if seen.peer is not None and (seen.peer.key, entry.key) in r.spoiled:
         return f"a hand-over from {seen.peer.record.name} to it has failed"
-    if r.bound not in (None, entry.numerics):
+    if not r.goes_on_with(entry.numerics, entry.record.weights_number):
         return "of another numerics class, or of other weights, than those with which the answer began"
     if seen.peer is not None and entry.handover != seen.peer.handover:
         return f"{seen.peer.record.name} can't hand over to it: another hand-over class"
@@ -298,8 +298,7 @@ class Placement:
     @staticmethod
     def _in_class(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
         """Those in whose numerics class, and with whose weights, the answer can go on."""
-        bound = r.bound
-        return able.where(lambda e: e.numerics == bound) if bound is not None else able
+        return able if r.free else able.where(lambda e: r.goes_on_with(e.numerics, e.record.weights_number))
 
     def pick_decode(
         self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -393,12 +392,13 @@ class Placement:
         """Why a queued request is to wait for workers no longer: it has for `wait_s`, and it isn't that workers change
         their weights; the weights with which its answer began are no worker's any more; or nobody is awake. Empty where
         it may wait."""
-        served, bound = self._workers.served, r.bound
+        served = self._workers.served
         alive = [entry for entry in self._workers if entry.status.state not in GONE]
         if served.asleep and not served.by_demand and not alive:
             return "the cluster sleeps, and takes requests once it was woken"
-        number = max(one.weights_number for one in r.siblings or (r,))
-        if bound is None or number >= served.weights.number or any(entry.numerics == bound for entry in alive):
+        number = max(one.drawn_again_with or one.weights_number for one in r.siblings or (r,))
+        fit = any(r.goes_on_with(entry.numerics, entry.record.weights_number) for entry in alive)
+        if r.free or number >= served.weights.number or fit:
             waited = now - r.waiting_since >= wait_s and not served.behind
             return f"{self.missing(r, now)} within {wait_s:g} s" if waited else ""
         return "the weights were changed while it was answered, and no worker has those any more: ask again"

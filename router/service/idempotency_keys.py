@@ -266,6 +266,8 @@ class KeyedRequest:
     claim: AnswerClaim
     created: int
     """When the answer was created, in seconds since 1970: as the worker or the client says, or now."""
+    weights_number: int = 0
+    """The number of the weights that the cluster served when it was looked for."""
 
     def new(self, routed: Sequence[RoutedRequest]) -> list[RoutedRequest]:
         """Return the choices of which nothing was found."""
@@ -278,6 +280,7 @@ class KeyedRequest:
         if choice.sampling.prompt_logprobs is None:
             name = AnswerName(self.identity.key, self.identity.body, index, self.created)
         found, sampling, request_id = self.claim.found.get(index), choice.sampling, choice.id
+        seen = self.headers.seen is not None and self.headers.seen.counts[index] > 0
         if found is not None:
             request_id, sampling = found.answer.request_id, replace(sampling, max_tokens=found.answer.max_tokens)
         made = RoutedRequest(
@@ -297,7 +300,9 @@ class KeyedRequest:
         )
         if found is not None:
             made.arrived -= max(0.0, time.time() - self.created)
-            made.restore(found.answer, found.last_attempt)
+            made.restore(found.answer, found.last_attempt, told=seen)
+        elif seen:
+            made.draw_again(self.weights_number)
         return made
 
 

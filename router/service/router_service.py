@@ -401,10 +401,11 @@ class RouterService:
             if index not in fit:
                 self.core.lookups.give_up(found.worker, (found.answer,))
         claim.found = fit
+        served = self.core.workers.served
         if headers.seen is not None and len(fit) < request.choices:
-            check_drawn_alike(headers.seen.created, self.core.workers.served)
+            check_drawn_alike(headers.seen.created, served)
         said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
-        return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))
+        return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()), served.weights.number)
 
     async def text(self, kind: FrameKind, raw: bytes, tenant: str) -> TextAnswer:
         """Return the answer of an endpoint that counts or makes tokens. Raises as `TokenizerPool.text`."""

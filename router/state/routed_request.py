@@ -86,6 +86,7 @@ class RoutedRequest:
         "decode_spoke",
         "done",
         "done_at",
+        "drawn_again_with",
         "early",
         "embedded",
         "emitted",
@@ -124,6 +125,7 @@ class RoutedRequest:
         "share",
         "siblings",
         "spoiled",
+        "told",
         "waiting_since",
         "weights",
         "weights_number",
@@ -187,6 +189,11 @@ class RoutedRequest:
         fails. Empty where any will do."""
         self.weights, self.weights_number = "", 0
         """The version and the number of the weights of the latest attempt's workers."""
+        self.told = False
+        """Whether its client had a part of it, of what a worker has kept of it, before this router had it."""
+        self.drawn_again_with: int | None = None
+        """The number of the weights with which it is computed, whatever becomes of the cluster's: its client has a part
+        of it that no worker has, so the same is drawn again. None: no such part."""
         self.siblings: Sequence[RoutedRequest] = ()
         """All choices of its answer, where there are several."""
         self.scores_in = sampling.prompt_logprobs is None
@@ -243,14 +250,20 @@ class RoutedRequest:
         self.last_attempt += 1
         return self.last_attempt
 
-    def restore(self, kept: KeptAnswer, last_attempt: int) -> None:
-        """Set a new request to what a worker has kept of it. `last_attempt`: the highest that any worker has seen."""
+    def restore(self, kept: KeptAnswer, last_attempt: int, *, told: bool = False) -> None:
+        """Set a new request to what a worker has kept of it. `last_attempt`: the highest that any worker has seen.
+        `told`: as the attribute."""
+        self.told = told
         self.emitted, self.logprobs = list(kept.tokens), list(kept.logprobs)
         self.attempt, self.last_attempt = kept.attempt, max(kept.attempt, last_attempt)
         self.base = self.next_position
         if kept.cached_tokens is not None:
             cached = kept.cached_tokens
             self.progress.append(LegReport(self.id, kept.attempt, Role.PREFILL, WorkerName(""), cached_tokens=cached))
+
+    def draw_again(self, weights_number: int) -> None:
+        """Note that its client has a part of it that no worker has, computed with the weights of this number."""
+        self.drawn_again_with = weights_number
 
     def go_on_with(self, worker: WorkerKey, name: str, *, started: bool, now: float) -> None:
         """Enter the decode worker that has the restored request; whatever is still to come, decode sends. `started`:
@@ -295,14 +308,23 @@ class RoutedRequest:
         return next((one.numerics for one in others if one.delivered or one.phase is not RoutingPhase.WAITING), None)
 
     @property
+    def free(self) -> bool:
+        """Whether workers of any numerics class and weights may compute it."""
+        return self.bound is None and self.drawn_again_with is None
+
+    def goes_on_with(self, numerics: str, weights_number: int) -> bool:
+        """Whether workers of this class and with weights of this number may compute it."""
+        return self.bound in (None, numerics) and self.drawn_again_with in (None, weights_number)
+
+    @property
     def pixels(self) -> int:
         """Bytes of its images, as the worker that computes its prompt is sent them."""
         return sum([len(picture.pixels) for picture in self.pictures])
 
     @property
     def delivered(self) -> bool:
-        """Whether any token or score of the answer was delivered."""
-        return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)
+        """Whether any token or score of the answer was delivered, by this router or, as its client says, another."""
+        return bool(self.emitted) or self.told or (self.scores_in and self.sampling.prompt_logprobs is not None)
 
     def learn(self, kind: ErrorKind) -> None:
         """Remember of a failure of this kind what the next attempts must do differently."""

@@ -9,6 +9,7 @@ from tests.router.stage import Stage
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.cluster_view import ServedWeights
+from twinpool.contracts.messages.kept_answers import KeptAnswer
 from twinpool.contracts.sampling_params import WeightsVersion
 from twinpool.router.service.idempotency_keys import check_drawn_alike
 
@@ -108,6 +109,29 @@ def test_no_request_is_computed_by_workers_of_two_versions() -> None:
         stage.assert_answered(rid)
         pair = {key[0] for key, submit in stage.submits if submit.request_id == rid}
         assert pair in ({"prefill-0", "decode-1"}, {"prefill-1", "decode-0"})
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept without its tokens", "kept nowhere"])
+def test_an_answer_of_which_its_client_has_a_part_of_another_router_goes_on_with_those_weights_alone(
+    kept: bool,
+) -> None:
+    stage = stage_of(prefill=2, decode=2)
+    entry, request = stage.core.workers.named("decode-0"), stage.request(max_tokens=3)
+    assert entry is not None
+    if kept:
+        found = KeptAnswer(request.id, 0, 0, 0, 3, 3, left_s=60.0)
+        request.restore(found, 0, told=True)
+        request.go_on_in(*entry.weights)
+    else:
+        request.draw_again(0)
+    change(stage, "prefill-0", "decode-0", behind=2)
+    rid = stage.take(request)
+    assert {key[0] for key, _ in stage.submits} == {"prefill-1", "decode-1"}
+    change(stage, "prefill-1", "decode-1")
+    stage.tick()
+    assert rid in stage.ends
+    assert not stage.out[rid]
+    assert "the weights were changed while it was answered" in stage.ends[rid].message
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -23,7 +23,7 @@ from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.request_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
+from twinpool.router.openai.request_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders, SeenEvents
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.service.idempotency_keys import AnswerClaim, KeyedRequest, identity_of, usable
 from twinpool.router.state.prefix_hashes import NO_HASHES, prefix_hashes
@@ -331,6 +331,22 @@ def test_a_choice_that_a_worker_has_kept_has_the_time_that_is_left_of_it() -> No
     named = KeyedRequest(identity, ResumeHeaders("key", None), claim, 7).named(0, plain)
     assert (named.id, named.deadline, named.first_token_by) == ("theirs-0", 104.0, None)
     assert (named.sampling.max_tokens, named.attempt, named.last_attempt, named.emitted) == (11, 3, 5, [8, 9])
+
+
+@pytest.mark.parametrize(("events", "told"), [(None, False), (0, False), (1, True)])
+def test_a_choice_of_which_the_client_has_a_part_is_bound_to_the_weights_of_that_part(
+    events: int | None, told: bool
+) -> None:
+    """Also where a worker has kept nothing of it yet but its name."""
+    identity = identity_of("", "acme", "key", "completions", b"{}")
+    kept = KeptAnswer(RequestId("theirs-0"), 3, 0, 7, 3, 11, left_s=4.0)
+    found = FoundAnswer((WorkerName("decode-0"), Incarnation(1)), kept, 5, "")
+    headers = ResumeHeaders("key", None if events is None else SeenEvents(7, (events, events)))
+    claim = AnswerClaim(identity, RequestId("ask"), 0, found={0: found})
+    plain = RoutedRequest(RequestId("mine-0"), (5, 6, 7), SamplingParams(20, seed=1), now=100.0, deadline=160.0)
+    first, second = (KeyedRequest(identity, headers, claim, 7, 4).named(index, plain) for index in (0, 1))
+    assert (first.told, first.delivered, first.drawn_again_with) == (told, told, None)
+    assert (second.told, second.drawn_again_with) == (False, 4 if told else None)
 
 
 def test_what_was_kept_of_another_adapter_or_another_prompt_is_not_gone_on_with() -> None:
