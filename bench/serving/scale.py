@@ -8,7 +8,7 @@
 over eight prefill and eight decode workers, under conversations in that shape, `--rates` requests a second;
 `cache_aware` also without an index of KV events. `burst`: a thousand workers at most, requests twice as often for a
 while; the pools follow, beside fixed sizes. Whether a first token came in time, and the rest, is by `--ttft` and
-`--tpot`. The costs of steps are assumed (`sim.fabric.step_costs.StepCosts`). Seconds are of the processor: who else
+`--tpot`. The costs of steps are assumed (`sim.fabric.virtual_time.StepCosts`). Seconds are of the processor: who else
 runs on the machine doesn't count.
 """
 

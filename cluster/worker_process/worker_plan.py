@@ -130,16 +130,24 @@ def _cannot_prepare(weights: WeightsVersion) -> str:
     raise ConfigError("its process takes no other weights than it was started with")
 
 
+def _on_a_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="weights", daemon=True).start()
+
+
 class WeightsPreparation:
     """Reads and checks the weights that a worker's cluster may change to, on a thread of its own beside the worker that
     serves. Methods may be called from any thread."""
 
     def __init__(
-        self, prepare: Callable[[WeightsVersion], str] = _cannot_prepare, forget: Callable[[], None] = lambda: None
+        self,
+        prepare: Callable[[WeightsVersion], str] = _cannot_prepare,
+        forget: Callable[[], None] = lambda: None,
+        begin: Callable[[Callable[[], None]], None] = _on_a_thread,
     ) -> None:
         """`prepare` reads and checks weights, keeps them for the worker to come, and returns the digest of their files;
-        what it raises is why these can't be had. `forget` frees what was prepared."""
-        self._prepare, self._forget = prepare, forget
+        what it raises is why these can't be had. `forget` frees what was prepared. `begin` has a function run beside
+        the worker, and returns at once."""
+        self._prepare, self._forget, self._begin = prepare, forget, begin
         self._lock = threading.Lock()
         self._wanted: WeightsVersion | None = None
         self._done: WeightsVersion | None = None
@@ -157,7 +165,7 @@ class WeightsPreparation:
             self._wanted = weights
             if not self._busy:
                 self._busy = True
-                threading.Thread(target=self._work, name="weights", daemon=True).start()
+                self._begin(self._work)
 
     def on(self, status: WorkerStatus) -> WorkerStatus:
         """The status with what was prepared."""

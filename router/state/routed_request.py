@@ -132,6 +132,12 @@ class RoutedRequest:
         "workers",
     )
 
+    told: bool
+    """Whether its client had a part of it, of what a worker has kept of it, before this router had it."""
+    drawn_again_with: int | None
+    """The number of the weights with which it is computed, whatever becomes of the cluster's: its client has a part of
+    it that no worker has, so the same is drawn again. None: no such part."""
+
     def __init__(
         self,
         request_id: RequestId,
@@ -153,8 +159,7 @@ class RoutedRequest:
         whose it is. `session`: what its client names the conversation; empty: by how its prompt begins. `name`: under
         which decode keeps it when this router is gone."""
         self.id = request_id
-        self.prompt = prompt
-        self.pictures = pictures
+        self.prompt, self.pictures = prompt, pictures
         self.sampling = sampling
         self.hashes = hashes
         self.session = session
@@ -189,11 +194,7 @@ class RoutedRequest:
         fails. Empty where any will do."""
         self.weights, self.weights_number = "", 0
         """The version and the number of the weights of the latest attempt's workers."""
-        self.told = False
-        """Whether its client had a part of it, of what a worker has kept of it, before this router had it."""
-        self.drawn_again_with: int | None = None
-        """The number of the weights with which it is computed, whatever becomes of the cluster's: its client has a part
-        of it that no worker has, so the same is drawn again. None: no such part."""
+        self.told, self.drawn_again_with = False, None
         self.siblings: Sequence[RoutedRequest] = ()
         """All choices of its answer, where there are several."""
         self.scores_in = sampling.prompt_logprobs is None

@@ -25,10 +25,10 @@ from twinpool.engine.structured_output.grammar_engine import GrammarError, Gramm
 VOCABULARY = 64
 
 
-def position_mark(seen: Sequence[bytes], token: int, adapter: AdapterRef | None) -> bytes:
-    """Hash everything that a position saw, its own token, and the adapter that it is computed with."""
-    said = b"|".join(seen) + token.to_bytes(4, "little")
-    return hashlib.blake2b(said + (adapter.digest.encode() if adapter is not None else b""), digest_size=16).digest()
+def position_mark(seen: Sequence[bytes], token: int, adapter: AdapterRef | None, weights: str = "") -> bytes:
+    """Hash everything that a position saw, its own token, and the adapter and the weights that it is computed with."""
+    said = b"|".join(seen) + token.to_bytes(4, "little") + (adapter.digest.encode() if adapter is not None else b"")
+    return hashlib.blake2b(said + (f"|{weights}".encode() if weights else b""), digest_size=16).digest()
 
 
 STATE_PLACES = BLOCK + 1
@@ -115,9 +115,10 @@ class ExpectedAnswer:
     """Log-probabilities of the prompt's tokens from the second on, where the request asks for them; else None."""
 
 
-@lru_cache(maxsize=256)
-def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> ExpectedAnswer:
-    """Compute the answer to a prompt: up to `max_tokens` tokens, a stop token included."""
+@lru_cache(maxsize=1024)
+def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams, weights: str = "") -> ExpectedAnswer:
+    """Compute the answer to a prompt: up to `max_tokens` tokens, a stop token included. `weights`: the digest of those
+    that it is computed with; empty: the checkpoint's."""
     tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
     lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
     size = spec.page_tokens
@@ -133,7 +134,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
             for pool in spec.pools
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True)
         ]
-        mark = position_mark(seen, tokens[at], params.adapter)
+        mark = position_mark(seen, tokens[at], params.adapter, weights)
         at += 1
         for pool in spec.pools:
             for lane, entry in zip(lanes[pool.name], pool_entries(pool, size, mark), strict=True):

@@ -156,11 +156,13 @@ class HashEngine:
         others: Sequence[PoolSet] = (),
         together: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
+        weights: str = "",
     ) -> None:
         """`others`: the pool sets of the worker's other ranks. `together` is called when a step is computed, and makes
         every rank carry out the orders that were sent before; `stepped`, when all layers of one with marks are written.
+        `weights`: as `recite` has them.
         """
-        self.device = device
+        self.device, self._weights = device, weights
         self.on_launch: Callable[[Sequence[BatchRow]], None] = lambda rows: None
         self._pools, self._spec, self._together, self._stepped = pools, pools.spec.whole, together, stepped
         self._unwritten: list[tuple[_Lane, int, int, bytes]] | None = None
@@ -255,7 +257,7 @@ class HashEngine:
         scores: list[TokenLogprob] = []
         for position, token in enumerate(tokens, row.start):
             read = [bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]]
-            mark = position_mark(read, token, row.adapter)
+            mark = position_mark(read, token, row.adapter, self._weights)
             for pool in self._spec.pools:
                 self._write(
                     pool, tables[pool.name], position, pool_entries(pool, self._spec.page_tokens, mark), seen[pool.name]
@@ -359,9 +361,9 @@ class SimDrafter:
     Answers of the simulated engine never repeat anything, so prompt lookup would find nothing in them.
     """
 
-    def __init__(self, spec: PoolSetSpec, seed: int) -> None:
-        """`spec`: the whole model's pools."""
-        self._spec, self._rng = spec, random.Random(seed)
+    def __init__(self, spec: PoolSetSpec, seed: int, weights: str = "") -> None:
+        """`spec`: the whole model's pools. `weights`: as `recite` has them."""
+        self._spec, self._rng, self._weights = spec, random.Random(seed), weights
 
     def ready(self, request: DecodeRequest) -> bool:
         return self._rng.random() >= _NO_DRAFT
@@ -371,6 +373,6 @@ class SimDrafter:
 
     def _draft(self, request: DecodeRequest, most: int) -> Sequence[int]:
         submit, rng = request.submit, self._rng
-        answer = recite(self._spec, submit.tokens[: submit.prompt_len], submit.sampling).tokens
+        answer = recite(self._spec, submit.tokens[: submit.prompt_len], submit.sampling, self._weights).tokens
         right = answer[request.generated :][: rng.randint(1, most)]
         return [rng.randrange(VOCABULARY) if rng.random() < _WRONG_TOKEN else token for token in right]

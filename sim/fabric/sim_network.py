@@ -25,13 +25,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
-from twinpool.contracts.messages.cluster_view import ClusterView
+from twinpool.contracts.message_types import Message
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Event
-from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.message_codec import (
     FrameWriter,
     decode,
@@ -42,6 +42,8 @@ from twinpool.contracts.wire.message_codec import (
 )
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.net.control_channel import ProcessIdentity as Mark
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 def pack_commands(commands: Sequence[Command]) -> list[bytes]:
@@ -69,23 +71,9 @@ def unpack_events(incarnation: Incarnation, frame: bytes) -> Sequence[Event]:
     return message.events
 
 
-def status_there(status: WorkerStatus) -> WorkerStatus:
-    """Return a status as its receiver decodes it."""
-    return decode(WorkerStatus, encode(status))[0]
-
-
-def record_there(record: WorkerRecord) -> WorkerRecord:
-    """Return a worker's registration as the controller decodes it."""
-    return decode(WorkerRecord, encode(record))[0]
-
-
-def pack_views(views: Sequence[WorkerView]) -> bytes:
-    """Encode the controller's whole table of workers."""
-    return encode(ClusterView(0, tuple(views)))
-
-
-def unpack_views(data: bytes) -> tuple[WorkerView, ...]:
-    return decode(ClusterView, data)[0].workers
+def there(message: MessageT) -> MessageT:
+    """Return a message of the controller's calls as its receiver decodes it."""
+    return decode(type(message), encode(message))[0]
 
 
 class SimPipe:
@@ -247,9 +235,14 @@ class SimInbox:
         self._exchange, self._wake = exchange, wake
         self._arrived: deque[tuple[bytes, bytes]] = deque()
         self._routes: dict[bytes, SimChannel] = {}
+        self.closed = False
+        """Whether nobody serves the endpoint any more, though the process may go on."""
         exchange.inboxes[self.endpoint] = self
 
     def arrive(self, channel: SimChannel, data: bytes) -> None:
+        if self.closed:
+            channel.reset()
+            return
         self._routes[channel.identity] = channel
         self._arrived.append((channel.identity, data))
         self._wake()
@@ -264,6 +257,7 @@ class SimInbox:
             channel.back(data)
 
     def close(self) -> None:
+        self.closed = True
         self._exchange.inboxes.pop(self.endpoint, None)
 
 
@@ -281,7 +275,7 @@ class SimChannel:
         self._pipes: tuple[SimPipe, SimPipe] | None = None
         self._cut, self._down = False, False
         if inbox is not None:
-            there = self._network.pipe(process, inbox.process, self._reset)
+            there = self._network.pipe(process, inbox.process, self.reset)
             self._pipes = there, self._network.pipe(inbox.process, process)
 
     def send(self, data: bytes) -> None:
@@ -302,7 +296,7 @@ class SimChannel:
     def receive(self) -> bytes | None:
         return self._arrived.popleft() if self._arrived else None
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Handle a reset of the way there: messages in flight back are lost as well."""
         if self._pipes is not None and not self._closed:
             self._pipes[1].lose()
@@ -317,7 +311,7 @@ class SimChannel:
     def up(self) -> bool:
         """Whether the channel is connected; it connects again as soon as its inbox can be reached."""
         inbox = self._inbox
-        if inbox is None or not inbox.process.alive:
+        if inbox is None or inbox.closed or not inbox.process.alive:
             return False
         if self._down and not inbox.process.stopped and self._network.reaches(self._process, inbox.process):
             self._down = False

@@ -82,7 +82,7 @@ class SimPlane:
         kind: str,
         network: SimNetwork,
         process: SimProcess,
-        planes: dict[int, SimPlane],
+        planes: dict[str, SimPlane],
         rng: random.Random,
         damage: WireDamage,
         wake: Callable[[], None],
@@ -95,9 +95,10 @@ class SimPlane:
         self.rank, self.size = rank, size
         self.store_faults = store_faults or StoreFaults(random.Random(0), 0.0)
         self.dropped = 0
+        self.closed = False
         self.halt: Callable[[], None] | None = None
         """Called once, in the middle of the next write of pages."""
-        self._planes, self._wake = planes, wake
+        self._planes, self._wake, self._label = planes, wake, process.label
         self._access: dict[str, int] = {}
         """Numbers of the access that writers were given, by writer."""
         self._numbers = count(1)
@@ -106,7 +107,7 @@ class SimPlane:
         self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec, sources, at, size))
         self._due: list[bytes] = []
         self._settled: list[WriteArrived] = []
-        planes[process.pid] = self
+        planes[process.label] = self
 
     def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -118,7 +119,7 @@ class SimPlane:
         if peer not in self._access:
             self._access[peer] = next(self._numbers)
         access = self._access[peer]
-        return {"ranks": [{"pid": self.process.pid, "node": self.process.node, "access": access}]}
+        return {"ranks": [{"of": self._label, "node": self.process.node, "access": access}]}
 
     @property
     def packed_ranks(self) -> int:
@@ -135,12 +136,12 @@ class SimPlane:
         return fan(self.pools.spec, self.rank, self.size, descriptor, self._link)
 
     def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
-        reader = self._planes[part["pid"]]
+        reader = self._planes[part["of"]]
         if self.kind == "zmq":
             return SentLink(self, reader, cut)
         if self.kind == "nixl":
             return OneSidedLink(self, reader, cut, part["access"])
-        if part["node"] != self.process.node or not reader.process.alive:
+        if part["node"] != self.process.node or reader.closed or not reader.process.alive:
             raise LayoutMismatch(f"plane shm: the reader {reader.process} can't be reached from {self.process}")
         return StoredLink(self, reader, cut)
 
@@ -160,6 +161,9 @@ class SimPlane:
         return settled
 
     def arrive(self, item: WireItem) -> None:
+        """Take in what has come; nobody does once the plane is closed, though its process may go on."""
+        if self.closed:
+            return
         self._arrived.append(item)
         self._wake()
 
@@ -218,7 +222,8 @@ class SimPlane:
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
         return ()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 class _SimLink:
@@ -408,7 +413,7 @@ class OneSidedLink(StoredLink):
     def _reaches_in(self) -> bool:
         """Whether the writer can store without the reader's help."""
         writer = self._writer.process
-        return writer.alive and writer.node == self._reader.process.node
+        return writer.alive and not self._writer.closed and writer.node == self._reader.process.node
 
     def _slot(self, write: SlotWrite, data: bytes) -> None:
         assert self._reader.slots is not None

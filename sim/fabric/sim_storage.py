@@ -77,6 +77,8 @@ class SimQueue:
         self._store, self._process, self._wake = store, process, wake
         self._behind = 0
         """How many operations could not begin in their turn."""
+        self._running: list[Callable[[], None]] = []
+        """The ends of the operations that run."""
 
     def _submitted(self) -> None:
         self._process.later(self._takes(), self._begin)
@@ -88,12 +90,22 @@ class SimQueue:
         """Begin an operation, any that can: those of several threads begin and end in any order."""
         end = None if self.queue.closed else self.queue.begin_next(self._store.rng)
         if end is not None:
+            self._running.append(end)
             self._process.later(self._takes(), partial(self._end, end))
         elif not self.queue.closed:
             # The waiting operations are behind running writes of their chains.
             self._behind += 1
 
+    def settle(self) -> None:
+        """Wait for the operations that run: their buffers are free then."""
+        running, self._running = self._running, []
+        for end in running:
+            end()
+
     def _end(self, end: Callable[[], None]) -> None:
+        if end not in self._running:
+            return
+        self._running.remove(end)
         end()
         behind, self._behind = self._behind, 0
         for _ in range(behind):
@@ -108,10 +120,11 @@ class SimArenas:
         self._segments: dict[tuple[str, int], tuple[SimProcess, memoryview]] = {}
 
     def take(self, process: SimProcess, nbytes: int) -> memoryview | None:
-        """Lend the arena of this worker, as its last incarnation left it; None while that one is still alive."""
+        """Lend the arena of this worker, as its last incarnation left it; None while that one is still alive. One whose
+        process goes on as `process` has given it up."""
         key = process.name, nbytes
         last = self._segments.get(key)
-        if last is not None and last[0].alive:
+        if last is not None and last[0].alive and last[0] is not process:
             return None
         memory = last[1] if last is not None else memoryview(bytearray(nbytes))
         self._segments[key] = process, memory

@@ -3,6 +3,8 @@
 The clock stands still while code runs; a queue holds the events that are due. A stopped process (SIGSTOP, a swapped-out
 machine, a long pause of its runtime) does nothing; messages that arrive meanwhile wait in its sockets. A dead process
 does nothing ever again, and messages that arrive are lost.
+
+What steps take, where that is modelled: seconds by what they compute, and many like steps in one closed form.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
+
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -97,6 +102,10 @@ class SimProcess:
                 return
             self.do(run)
 
+    def become(self, label: str) -> None:
+        """Go on as another incarnation of its worker."""
+        self.label = label
+
     def on_death(self, run: Callable[[], None]) -> None:
         """Call `run` as soon as the process dies, as the system tells watchers."""
         self._on_death.append(run)
@@ -110,3 +119,92 @@ class SimProcess:
         listeners, self._on_death = self._on_death, []
         for listener in listeners:
             listener()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of steps and of what lies between two workers. The defaults are assumed: about a large model on four
+    cards."""
+
+    prefill_base_s: float = 0.02
+    """Of a step with a chunk, beside its tokens."""
+    prefill_token_s: float = 0.0002
+    """Of each token of a chunk."""
+    prefill_pair_s: float = 0.0
+    """Of each pair of a chunk's token and a position that it attends to."""
+    decode_base_s: float = 0.02
+    """Of a decode step, beside its rows."""
+    decode_row_s: float = 0.0002
+    """Of each row."""
+    decode_context_s: float = 5e-8
+    """Of each position that a row attends to."""
+    draft_rows: int = 0
+    """Rows up to which decode makes drafts (`decode.draft_requests`); 0: it makes none."""
+    draft_gain: float = 1.0
+    """What a token of so few rows takes, as a part of what the step takes: steps with drafts bring several."""
+    handover_base_s: float = 0.002
+    """From the end of a prompt's last chunk until decode has its pages, beside its tokens."""
+    handover_token_s: float = 1e-7
+    """Of each token of the prompt."""
+    load_token_s: float = 1e-6
+    """Of each token that is copied between host memory and device."""
+    message_s: float = 0.0005
+    """Of a message from one process to another."""
+    event_s: float = 0.02
+    """From a change of a worker's cache until the index of KV events has it."""
+    start_s: float = 30.0
+    """From the start of a worker until it registers."""
+    role_change_s: float = 2.0
+    """From the end of a worker that changes its role until it registers in the other: its process goes on, and keeps
+    the weights."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for seconds below 0, and for steps that take none."""
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"the cost {name} must be 0 seconds or more, got {getattr(self, name)}")
+        if not (self.prefill_base_s and self.decode_base_s):
+            raise ConfigError("prefill_base_s and decode_base_s must be above 0: a step takes time")
+        if not 0 < self.draft_gain <= 1:
+            raise ConfigError(f"draft_gain is a part of a step, above 0 and at most 1; got {self.draft_gain}")
+
+    def prefill_s(self, tokens: int, pairs: float) -> float:
+        """Seconds of a step that computes `tokens` of prompts, which attend to `pairs` positions in all."""
+        return self.prefill_base_s + self.prefill_token_s * tokens + self.prefill_pair_s * pairs
+
+    def decode_s(self, rows: int, context: int) -> float:
+        """Seconds of a step of `rows` rows, which attend to `context` positions in all."""
+        return self._drafted(rows) * (self.decode_base_s + self.decode_row_s * rows + self.decode_context_s * context)
+
+    def decode_growth_s(self, rows: int) -> float:
+        """Seconds by which a step of `rows` rows takes longer than the one before it."""
+        return self._drafted(rows) * self.decode_context_s * rows
+
+    def _drafted(self, rows: int) -> float:
+        return self.draft_gain if rows <= self.draft_rows else 1.0
+
+    def handover_s(self, tokens: int) -> float:
+        return self.handover_base_s + self.handover_token_s * tokens
+
+
+def pairs_of(start: int, tokens: int) -> float:
+    """Positions that `tokens` tokens from position `start` on attend to, one by one, themselves among them."""
+    return tokens * (start + (tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Steps one after the other of which each takes `more_s` longer than the one before."""
+
+    first_s: float
+    more_s: float = 0.0
+
+    def seconds(self, steps: int) -> float:
+        return steps * (self.first_s + self.more_s * (steps - 1) / 2)
+
+    def steps(self, seconds: float) -> int:
+        """How many steps are over after `seconds`; one whose end is a billionth of a step away counts as over."""
+        if self.more_s <= 0:
+            return int(seconds / self.first_s + 1e-9)
+        half = self.first_s - self.more_s / 2
+        return int((sqrt(half * half + 2 * self.more_s * max(0.0, seconds)) - half) / self.more_s + 1e-9)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, cast
 
 from twinpool.cache.arena.arena import Arena, arena_bytes
@@ -17,23 +18,26 @@ from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPDevice, TPPoolSet
-from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.cache.storage.page_store import FollowerPageStore, RankPageStore, TPPageStore
-from twinpool.cluster.assembly.build_parts import take_over
+from twinpool.cluster.assembly.build_parts import take_over, weights_digest
 from twinpool.cluster.assembly.memory_plan import plan_memory, stride
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.weights_changes import DIGEST_CHARS
 from twinpool.cluster.ranks import LeaderChannel
 from twinpool.colocate import decode_class_for
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
-from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.leases import DepartureAnswer, LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
-from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.contracts.sampling_params import AdapterRef, WeightsVersion
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.adapters import AdapterStore, AdapterWeights
 from twinpool.prefill.worker import PrefillWorker
-from twinpool.sim.fabric.hash_answers import SimGrammars
+from twinpool.sim.fabric.hash_answers import VOCABULARY, SimGrammars
 from twinpool.sim.fabric.hash_engine import HashEngine, SimDrafter
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimControlTransport, SimSwitch
@@ -41,7 +45,16 @@ from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.sim_storage import SimArenas, SimQueue, SimStore
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
-from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
+from twinpool.sim.scenario.scenario import (
+    CONTEXT,
+    FOLDERS,
+    UNLIKE,
+    UNREADABLE,
+    ClusterShape,
+    digest_of,
+    pool_set,
+    version_of,
+)
 from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.planes.tp_plane import FollowerLinks, TPDataPlane
 from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
@@ -51,8 +64,29 @@ from twinpool.worker.worker_loop import WorkerSetup
 
 IDLE_S = 0.1
 """Seconds that an idle worker waits at most, as `WorkerThread`'s `idle_s`."""
-FINGERPRINT = "simulated"
+MODEL = ModelSpec(
+    Path("/simulated"), "simulated", "Simulated", VOCABULARY, 1, CONTEXT, "float32", None, (), "simulated",
+    config=JsonFields(Path("/simulated/config.json"), {}), headers={},
+)  # fmt: skip
+"""The checkpoint of all simulated workers, of which nothing but the digest counts."""
 SPINS = 2000
+
+
+def versions_of() -> dict[str, str]:
+    """The digests of all weights that a cluster may serve, by the versions by which clients are told of them; that of
+    the checkpoint's is empty."""
+    folders = (*FOLDERS, UNREADABLE, UNLIKE)
+    digests = [digest_of(path, number) for path in folders for number in (0, 1) if (path, number) != (UNREADABLE, 1)]
+    named = {version_of(path): digest_of(path) for path in FOLDERS}
+    return {MODEL.fingerprint: ""} | {digest[:DIGEST_CHARS]: digest for digest in digests} | named
+
+
+def model_with(weights: WeightsVersion | None) -> ModelSpec:
+    """The model with these weights in place of the checkpoint's, as `contracts.checkpoint.model_spec.with_weights`
+    names it."""
+    if weights is None or not weights.path:
+        return replace(MODEL, weights=weights)
+    return replace(MODEL, fingerprint=f"{MODEL.fingerprint}-{weights.digest[:32]}", weights=weights)
 
 
 class LeaseHome(Protocol):
@@ -69,7 +103,14 @@ class LeaseHome(Protocol):
         answer: Callable[[LeaseGrant], None],
     ) -> None: ...
 
-    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None: ...
+    def leave(
+        self,
+        process: SimProcess,
+        name: WorkerName,
+        incarnation: Incarnation,
+        closed: bool,
+        answer: Callable[[DepartureAnswer], None],
+    ) -> None: ...
 
     def new_process(self, label: str, node: str) -> SimProcess:
         """Make another process on `node`, for a rank."""
@@ -84,7 +125,7 @@ class SimWorld:
     shape: ClusterShape
     config: Config
     exchange: SimSwitch
-    planes: dict[int, SimPlane]
+    planes: dict[str, SimPlane]
     damage: WireDamage
     store_faults: StoreFaults
     arenas: SimArenas
@@ -92,6 +133,8 @@ class SimWorld:
     say: Callable[[str, str], None]
     """Writes a line of the log: the process, and the text."""
     violated: Callable[[str], None]
+    background: frozenset[tuple[int, int]] = frozenset()
+    """Background requests, by seed and choice."""
 
 
 class SimSleep:
@@ -141,19 +184,14 @@ class BuiltWorker:
     engine: HashEngine
     followers: SimFollowers | None = None
     receiver: KVReceiver | None = None
+    storage: SimQueue | None = None
 
 
-def build(
-    world: SimWorld,
-    process: SimProcess,
-    role: Role,
-    name: WorkerName,
-    incarnation: Incarnation,
-    sleep: SimSleep,
-    home: LeaseHome,
-) -> BuiltWorker:
+def build(world: SimWorld, process: SimProcess, start: StartWorker, sleep: SimSleep, home: LeaseHome) -> BuiltWorker:
     """Build a worker of production parts with a `HashEngine`, over simulated planes and storage."""
+    role, name, incarnation = start.role, start.name, start.incarnation
     shape, config, agenda = world.shape, world.config, world.agenda
+    named, weights = weights_digest(model_with(start.weights), config), start.weights.digest if start.weights else ""
     cache, size = config.cache_for(role), config.ranks_for(role)
     device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.adversarial else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
@@ -173,18 +211,19 @@ def build(
         followers = SimFollowers(agenda, process, world.rng, sleep.wake)
         for rank in range(1, size):
             mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
-            followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
+            followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, named))
         plane, pools = TPDataPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
         device = TPDevice(device, followers)
-    manager = _manager(world, process, role, pools, layouts[0], device, followers, sleep)
+    queue = SimQueue(world.store, process, sleep.wake) if cache.host_bytes and world.store is not None else None
+    manager = _manager(world, process, role, pools, layouts[0], device, followers, queue, named)
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     stepped = followers.stepped if followers is not None else lambda: None
-    hashing = HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped)
+    hashing = HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped, weights)
     engine = cast(ModelRunner, hashing)
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
-    common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
+    common_to_all = fingerprint(named, spec, numerics_class(config.engine.numerics, "hashing"))
     others = [(rank.process.pid, 1, rank.process.node) for rank in ranks]
     end = RoomEnd(name, incarnation, common_to_all, plane, pools, device, config.transfer, transport, agenda)
     sender = KVSender(end, others)
@@ -196,11 +235,11 @@ def build(
         hashing.adapters = AdapterStore(config.adapters.max_loaded, reader)
         setup = replace(setup, adapters=hashing.adapters)
     if role is Role.PREFILL:
-        return BuiltWorker(PrefillWorker(setup), manager, own, hashing, followers)
+        return BuiltWorker(PrefillWorker(setup), manager, own, hashing, followers, storage=queue)
     receiver = KVReceiver(end, config.decode.metadata_slots, verify=cache.verify)
-    drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
+    drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0, weights)
     decode = decode_class_for(role, config)(replace(setup, receiver=receiver), drafter)
-    return BuiltWorker(decode, manager, own, hashing, followers, receiver)
+    return BuiltWorker(decode, manager, own, hashing, followers, receiver, queue)
 
 
 def _manager(
@@ -211,24 +250,24 @@ def _manager(
     layout: PoolSetLayout,
     device: Device,
     followers: SimFollowers | None,
-    sleep: SimSleep,
+    storage: SimQueue | None,
+    named: str,
 ) -> KVCacheManager:
-    """The KV cache manager of the leader, with the tiers that the role's configuration and the plan have."""
+    """The KV cache manager of the leader, with the tiers that the role's configuration and the plan have. `named`: the
+    digest of the weights, which state on lower tiers is kept under."""
     config, agenda = world.config, world.agenda
     size = config.ranks_for(role)
-    host, arena = _host_tier(world, process, role, layout, device, 0, size, followers)
-    queue: InlineIoQueue | None = None
+    host, arena = _host_tier(world, process, role, layout, device, 0, named, followers)
+    queue = storage.queue if storage is not None else None
     page_store: TPPageStore | None = None
-    if host is not None and world.store is not None:
-        queue = SimQueue(world.store, process, sleep.wake).queue
-        if followers is not None and isinstance(host, TPPoolSet):
-            page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
+    if queue is not None and followers is not None and isinstance(host, TPPoolSet):
+        page_store = TPPageStore(RankPageStore(queue, host, named, 0, size), host, followers)
     return KVCacheManager(
         pools,
         device,
         config.cache_for(role),
         agenda.now,
-        below=LowerTiers(host, queue, page_store, FINGERPRINT, arena),
+        below=LowerTiers(host, queue, page_store, named, arena),
         events=EventSource(agenda.now),
         stride=stride(config, role),
     )
@@ -248,9 +287,10 @@ def _rank(
     layout: PoolSetLayout,
     followers: SimFollowers,
     rank: int,
-    size: int,
+    named: str,
 ) -> SimRank:
     """Build a follower, as `cluster.assembly.build_worker` does."""
+    size = world.config.ranks_for(role)
     world.exchange.processes[process.pid] = process
 
     def wake() -> None:
@@ -260,12 +300,12 @@ def _rank(
     pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
     plane.register(pools, None)
     places = {DEVICE: pools}
-    host, arena = _host_tier(world, process, role, layout, CpuDevice(), rank, size, None)
+    host, arena = _host_tier(world, process, role, layout, CpuDevice(), rank, named, None)
     storage: FollowerPageStore | None = None
     if host is not None:
         places[HOST] = host
         if world.store is not None:
-            page_store = RankPageStore(SimQueue(world.store, process, wake).queue, host, FINGERPRINT, rank, size)
+            page_store = RankPageStore(SimQueue(world.store, process, wake).queue, host, named, rank, size)
             storage = FollowerPageStore(page_store)
     state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
     steps = FollowerSteps(CpuDevice(), pools.gates)
@@ -279,16 +319,16 @@ def _host_tier(
     layout: PoolSetLayout,
     device: Device,
     rank: int,
-    size: int,
+    named: str,
     followers: SimFollowers | None,
 ) -> tuple[PoolSet | None, Arena | None]:
     """Build a rank's host tier, in an arena where one is free; the leader's spans its `followers`."""
-    cache = world.config.cache_for(role)
+    cache, size = world.config.cache_for(role), world.config.ranks_for(role)
     if not cache.host_bytes:
         return None, None
     tier = host_layout(layout.spec, cache.host_bytes // size, layout.counts)
     memory = world.arenas.take(process, arena_bytes(tier)) if cache.arena == "auto" else None
-    arena = Arena(memory, tier, f"{FINGERPRINT}/{rank}/{size}") if memory is not None else None
+    arena = Arena(memory, tier, f"{named}/{rank}/{size}") if memory is not None else None
     region = arena.region if arena is not None else device.allocate_host(tier.nbytes)
     if followers is None:
         return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena

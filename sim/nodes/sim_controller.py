@@ -8,19 +8,29 @@ cluster whose head is gone is gone with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_actions import EndedProcess, KillWorker, OperatorNote, StartWorker
+from twinpool.cluster.controller.controller_actions import (
+    ControllerAction,
+    EndedProcess,
+    KillWorker,
+    OperatorNote,
+    StartWorker,
+    WorkerKey,
+)
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, WorkerName
-from twinpool.contracts.messages.leases import LeaseGrant
-from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.sim.fabric.sim_network import SimPipe, record_there, status_there
+from twinpool.contracts.messages.cluster_view import ClusterView
+from twinpool.contracts.messages.leases import DepartureAnswer, LeaseGrant
+from twinpool.contracts.messages.pool_changes import ServingChange
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from twinpool.sim.fabric.sim_network import MessageT, SimPipe, there
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_worker import SimHost
@@ -41,7 +51,7 @@ class SimControl:
         self._ledger = MemoryLedger()
         self._world_of_starts = world
         """With the settings that the next workers start with."""
-        self.core = Controller(world.agenda, world.config.cluster, self._ledger)
+        self.core = Controller(world.agenda, world.config.cluster, self._ledger, wall=world.agenda.now)
         self._listen()
         self.away = False
         """Whether the controller's process is dead, and the next one not started."""
@@ -56,9 +66,15 @@ class SimControl:
         self.sent_away: set[WorkerName] = set()
         """Workers that an operator had no more use for."""
         self.hosts: dict[WorkerName, SimHost] = {}
-        """The newest process of each worker."""
+        """The newest incarnation of each worker."""
         self.all_hosts: list[SimHost] = []
-        self.watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
+        self._processes: dict[WorkerKey, SimProcess] = {}
+        """The processes that were started, by the incarnation that each is now."""
+        self.changes: list[tuple[float, ServingChange]] = []
+        """What operators have changed of what is served, and when."""
+        self.since: dict[int, float] = {0: 0.0}
+        """When the first worker registered with the weights of each number."""
+        self.watchers: list[Callable[[ClusterView], None]] = []
         self.given_up: set[WorkerName] = set()
         self._pids = count(100)
         self._folding = False
@@ -81,7 +97,8 @@ class SimControl:
     def start_again(self) -> None:
         """Start the controller's process again, over its ledger."""
         self.away = False
-        self.core = Controller(self.world.agenda, self.world.config.cluster, self._ledger, supervised=False)
+        agenda, config = self.world.agenda, self.world.config.cluster
+        self.core = Controller(agenda, config, self._ledger, supervised=False, wall=agenda.now)
         self.core.set_nodes(NodePlace("", node) for node in self._nodes)
         self._listen()
         if self.supervised:
@@ -111,8 +128,7 @@ class SimControl:
 
     def _attach(self) -> None:
         self.core.set_room(self._room())
-        running = [(host.name, host.incarnation) for host in self.all_hosts if host.process.alive]
-        self.core.attach(running, self._ended)
+        self.core.attach([key for key, process in self._processes.items() if process.alive], self._ended)
         self._ended.clear()
 
     def wants(self, names: Iterable[WorkerName]) -> None:
@@ -132,6 +148,36 @@ class SimControl:
         decode = replace(config.decode, max_batch_tokens=config.decode.max_batch_tokens + 1)
         self._world_of_starts = replace(self._world_of_starts, config=replace(config, prefill=prefill, decode=decode))
 
+    def change(self, change: ServingChange) -> bool:
+        """Make an operator's change of what is served; False where it is refused."""
+        try:
+            self.core.pools.make(change)
+        except ConfigError as refusal:
+            self.world.say("controller", f"refuses {change}: {refusal}")
+            return False
+        self.changes.append((self.world.agenda.now(), change))
+        self._carry_out(self.core.tick())
+        return True
+
+    def unsettled(self) -> list[str]:
+        """What is under way of operators' changes."""
+        served = self.core.weights.told()
+        found = ["the cluster is paused"] if served.paused else []
+        found += ["the cluster sleeps"] if served.asleep else []
+        found += [f"weights {served.pending.number} are still to be read"] if served.pending is not None else []
+        if served.weights.number < (latest := max(self.since)):
+            found.append(f"weights {latest} were served, and the cluster's are {served.weights.number}")
+        serving = [host for host in self.hosts.values() if host.ended is None]
+        return found + [
+            f"{host.process} has other weights than {served.weights.number}"
+            for host in serving
+            if (host.weights.number if host.weights is not None else 0) != served.weights.number
+        ]
+
+    def host(self, key: WorkerKey) -> SimHost:
+        """The worker's incarnation."""
+        return next(host for host in self.all_hosts if (host.name, host.incarnation) == key)
+
     def reaches(self, process: SimProcess) -> bool:
         """Whether a process can call the controller now."""
         return not self.away and self.world.exchange.network.reaches(process, self.process)
@@ -140,10 +186,12 @@ class SimControl:
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
         worker = self.world.exchange.processes[record.pid]
-        record = record_there(record)
+        record = there(record)
 
         def register() -> LeaseGrant:
             grant = self.core.register(record)
+            if not grant.fenced:
+                self.since.setdefault(record.weights_number, self.world.agenda.now())
             if not grant.fenced and self.core.cordoned(NodePlace(record.node_id, record.node)):
                 self.world.violated(f"{worker} may serve on {record.node}, which is cordoned")
             return grant
@@ -158,18 +206,23 @@ class SimControl:
         status: WorkerStatus,
         answer: Callable[[LeaseGrant], None],
     ) -> None:
-        status = status_there(status)
+        status = there(status)
         self._ask(process, lambda: self.core.renew(name, incarnation, status), answer)
 
-    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None:
-        self._pipe(process).send(lambda: self._leave(name, incarnation))
+    def leave(
+        self,
+        process: SimProcess,
+        name: WorkerName,
+        incarnation: Incarnation,
+        closed: bool,
+        answer: Callable[[DepartureAnswer], None],
+    ) -> None:
+        def leave() -> DepartureAnswer:
+            goes_on = self.core.leave(name, incarnation, closed=closed)
+            self._carry_out(self.core.tick())
+            return DepartureAnswer(goes_on, sleeps=goes_on and bool(self.core.table.served.asleep))
 
-    def _leave(self, name: WorkerName, incarnation: Incarnation) -> None:
-        if not self.away:
-            self.core.leave(name, incarnation)
-
-    def _pipe(self, worker: SimProcess) -> SimPipe:
-        return self._pipes_of(worker)[0]
+        self._ask(process, leave, answer, again_s=RETRY_S)
 
     def _pipes_of(self, worker: SimProcess) -> tuple[SimPipe, SimPipe]:
         """The connection that a worker keeps to the controller: there, and back."""
@@ -181,28 +234,33 @@ class SimControl:
     def _ask(
         self,
         worker: SimProcess,
-        ask: Callable[[], LeaseGrant],
-        answer: Callable[[LeaseGrant], None],
+        ask: Callable[[], MessageT],
+        answer: Callable[[MessageT], None],
         again_s: float | None = None,
     ) -> None:
         """Make one call over the network: `ask` runs at the controller, `answer` in the worker's process. `again_s`:
         seconds after which a call that finds no controller is made again; None: it isn't."""
-        there, back = self._pipes_of(worker)
+        to, back = self._pipes_of(worker)
 
         def asked() -> None:
             if self.away:
                 if again_s is not None:
-                    worker.later(again_s, lambda: there.send(asked))
+                    worker.later(again_s, lambda: to.send(asked))
                 return
-            grant = ask()
-            back.send(lambda: worker.do(lambda: answer(grant)))
+            answered = there(ask())
+            back.send(lambda: worker.do(lambda: answer(answered)))
 
-        there.send(asked)
+        to.send(asked)
 
     # ------------------------------------------------------------ what it does
 
     def _tick(self) -> None:
-        for action in self.core.tick() if not self.away else ():
+        if not self.away:
+            self._carry_out(self.core.tick())
+        self.world.agenda.after(TICK_S, self._tick)
+
+    def _carry_out(self, actions: Sequence[ControllerAction]) -> None:
+        for action in actions:
             match action:
                 case StartWorker():
                     delay = self.world.rng.uniform(0.05, 1.0)
@@ -212,7 +270,6 @@ class SimControl:
                     self._kill(action)
                 case OperatorNote():
                     self.world.say("controller", action.text)
-        self.world.agenda.after(TICK_S, self._tick)
 
     def _listen(self) -> None:
         self.core.on_change(self._changed)
@@ -227,6 +284,8 @@ class SimControl:
     def _start(self, start: StartWorker, supervisor: int) -> None:
         if supervisor != self._supervisors:
             return  # The one that was to carry it out is dead.
+        if self._goes_on(start):
+            return
         label = f"{start.name}#{start.incarnation}"
         number = int(start.name.rpartition("-")[2])
         free = [node for node in self._nodes if node not in start.avoid] or self._nodes
@@ -236,13 +295,48 @@ class SimControl:
         # The node's agent sees the process end, and reports it once the controller can be reached.
         agent = SimProcess(self.world.agenda, f"agent of {label}", process.node, 0)
         pipe = self.world.exchange.network.pipe(agent, self.process)
-        ended = EndedProcess(start.name, start.incarnation, "its process is gone")
-        process.on_death(lambda: pipe.send(lambda: self._hear_end(ended)))
-        host = SimHost(self._world_of_starts, process, start.role, start.name, start.incarnation, self)
+        process.on_death(lambda: self._died(process, pipe))
+        self._begin(start, process, None)
+
+    def _goes_on(self, start: StartWorker) -> bool:
+        """Have the process of an incarnation that has left go on as the next one; returns whether it does. One that
+        can't is killed."""
+        before = start.name, start.successor_of
+        process = self._processes.get(before)
+        if process is None or not process.alive:
+            return False
+        if self.world.config.ranks_for(start.role) > 1:
+            process.die()
+            return False
+        del self._processes[before]
+        self._processes[start.name, start.incarnation] = process
+        self._placed(start, process)
+        host = self.host(before)
+        process.do(lambda: host.follow_with(lambda: self._begin(start, process, host)))
+        return True
+
+    def _begin(self, start: StartWorker, process: SimProcess, before: SimHost | None) -> None:
+        """Be an incarnation in its process. `before`: the one that its process was before."""
+        if before is not None:
+            process.become(f"{start.name}#{start.incarnation}")
+            self.world.say("controller", f"{start.name}#{before.incarnation} goes on as {process}")
+        preparation = before.preparation if before is not None else None
+        host = SimHost(self._world_of_starts, process, start, self, preparation=preparation)
         self.hosts[start.name] = host
         self.all_hosts.append(host)
+        if before is None:
+            self._processes[start.name, start.incarnation] = process
+            self._placed(start, process)
+
+    def _placed(self, start: StartWorker, process: SimProcess) -> None:
         if not self.away:
             self.core.placed(start.name, start.incarnation, NodePlace("", process.node))
+
+    def _died(self, process: SimProcess, pipe: SimPipe) -> None:
+        """A process has ended: tell it of the incarnation that it was."""
+        name, incarnation = next(key for key, one in self._processes.items() if one is process)
+        ended = EndedProcess(name, incarnation, "its process is gone")
+        pipe.send(lambda: self._hear_end(ended))
 
     def _hear_end(self, ended: EndedProcess) -> None:
         if self.away or not self.supervised:
@@ -252,15 +346,15 @@ class SimControl:
 
     def _kill(self, kill: KillWorker) -> None:
         """Have the worker's node kill it; the message waits while the node can't be reached."""
-        for host in self.all_hosts:
-            if (host.name, host.incarnation) == (kill.name, kill.incarnation):
-                agent = SimProcess(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
-                delay = self.world.rng.uniform(0.0, self.world.shape.kill_s)
-                send = self.world.exchange.network.pipe(self.process, agent).send
-                send(partial(self._die_later, host, delay))
+        process = self._processes.get((kill.name, kill.incarnation))
+        if process is not None:
+            agent = SimProcess(self.world.agenda, f"agent of {process}", process.node, 0)
+            delay = self.world.rng.uniform(0.0, self.world.shape.kill_s)
+            send = self.world.exchange.network.pipe(self.process, agent).send
+            send(partial(self._die_later, process, delay))
 
-    def _die_later(self, host: SimHost, delay_s: float) -> None:
-        self.world.agenda.after(delay_s, host.process.die)
+    def _die_later(self, process: SimProcess, delay_s: float) -> None:
+        self.world.agenda.after(delay_s, process.die)
 
     def _changed(self) -> None:
         if not self._folding:
@@ -270,6 +364,10 @@ class SimControl:
     def publish(self) -> None:
         """Send the whole table to everybody who watches it."""
         self._folding = False
-        views = self.core.views()
+        view = self.view()
         for watcher in self.watchers:
-            watcher(views)
+            watcher(view)
+
+    def view(self) -> ClusterView:
+        """The whole table, and what is served."""
+        return ClusterView(0, self.core.views(), served=self.core.weights.told())

@@ -13,26 +13,28 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.cluster_view import ClusterView, ServedWeights
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport
-from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.links.worker_links import REACHABLE
+from twinpool.router.service.idempotency_keys import check_drawn_alike
 from twinpool.router.service.router_service import TICK_S
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 from twinpool.router.verification.audits import AuditFinding, AuditResult
-from twinpool.sim.fabric.sim_network import pack_views, status_there, unpack_views
+from twinpool.sim.fabric.sim_network import there
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_link import SimLink
@@ -50,6 +52,8 @@ class SimClaim:
     """Of the request, should it have to be a new one."""
     seen: int
     """Tokens that the client has."""
+    began: float
+    """When its client asked for the answer first."""
     left: bool = False
 
 
@@ -61,6 +65,14 @@ class RestoredAnswer:
     request: RoutedRequest
     done: Done | None
     """Its end, where it has ended: nothing follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAnswer:
+    """A client's request, and the router's, which knows the version of the weights that its answer is of."""
+
+    ask: ScenarioRequest
+    request: RoutedRequest
 
 
 def name_of(ask: ScenarioRequest) -> AnswerName:
@@ -77,15 +89,15 @@ class SimClaims:
         self._seen: dict[RequestId, int] = {}
         """Tokens that clients have already, by request, and that are still to be left out."""
 
-    def claim(self, ask: ScenarioRequest, request_id: RequestId, seen: int) -> None:
+    def claim(self, made: SimClaim) -> None:
         """Look for an answer. One that is looked for already is its client's who comes last."""
         for question, claim in self._claims.items():
-            if claim.ask.number == ask.number:
-                self._claims[question] = SimClaim(ask, request_id, seen)
+            if claim.ask.number == made.ask.number:
+                self._claims[question] = made
                 self._core.lookups.wants(question, True)
                 return
-        name = name_of(ask)
-        self._claims[self._core.lookups.begin(name.key, name.body, 1)] = SimClaim(ask, request_id, seen)
+        name = name_of(made.ask)
+        self._claims[self._core.lookups.begin(name.key, name.body, 1)] = made
 
     def leave(self, request_id: RequestId) -> bool:
         """The client leaves while its answer is looked for; returns whether it is."""
@@ -111,7 +123,8 @@ class SimClaims:
     def _restored(self, claim: SimClaim, found: FoundAnswer) -> RestoredAnswer:
         kept = found.answer
         request = self._make(claim.ask, kept.request_id, name_of(claim.ask), kept)
-        request.restore(kept, found.last_attempt)
+        request.restore(kept, found.last_attempt, told=claim.seen > 0)
+        request.go_on_in(found.numerics, found.weights, found.weights_number)
         self._seen[request.id] = claim.seen
         done = Done(request.id, request.attempt, kept.reason, kept.stop_token) if kept.reason else request.ending
         return RestoredAnswer(claim, request, None if kept.running else done)
@@ -140,20 +153,26 @@ class RouterClients(Protocol):
     another one since."""
 
     def on_tokens(
-        self, router: SimRouter, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self, router: SimRouter, answer: OpenAnswer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> None: ...
 
-    def on_scores(self, router: SimRouter, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None: ...
+    def on_scores(self, router: SimRouter, answer: OpenAnswer, scores: tuple[TokenLogprob, ...]) -> None: ...
 
-    def on_end(self, router: SimRouter, ask: ScenarioRequest, end: EndRequest) -> None: ...
+    def on_end(self, router: SimRouter, answer: OpenAnswer, end: EndRequest) -> None: ...
 
     def on_refusal(self, ask: ScenarioRequest) -> None:
         """The request is not taken, as its first token would be late."""
 
+    def on_sleep(self, ask: ScenarioRequest) -> None:
+        """The request is not taken, as the cluster sleeps."""
+
+    def on_redraw(self, ask: ScenarioRequest) -> None:
+        """The rest of an answer can't be drawn again, as it may be of other weights."""
+
     def on_resumed(self, router: SimRouter, ask: ScenarioRequest, request_id: RequestId) -> None:
         """A worker had kept the answer: it goes on as this request."""
 
-    def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
+    def on_progress(self, ask: ScenarioRequest, worker: WorkerKey, progress: LegReport) -> None:
         """A worker reports on its leg of a request; clients see the counts in their usage."""
 
 
@@ -184,18 +203,18 @@ class SimRouter:
         )
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
-        self._asks: dict[RequestId, ScenarioRequest] = {}
+        self._open: dict[RequestId, OpenAnswer] = {}
         self._claims = SimClaims(self.core, self._routed)
         self._number, self._rooms = number, 0
         watched = world.exchange.network.pipe(control.process, self.process)
 
-        def watch(views: tuple[WorkerView, ...]) -> None:
-            table = pack_views(views)
-            watched.send(lambda: self.process.do(lambda: self._viewed(unpack_views(table))))
+        def watch(view: ClusterView) -> None:
+            told = there(view)
+            watched.send(lambda: self.process.do(lambda: self._viewed(told)))
 
         control.watchers.append(watch)
         self.process.on_death(lambda: control.watchers.remove(watch))
-        watch(control.core.views())
+        watch(control.view())
         self._tick()
 
     def _mint(self) -> str:
@@ -204,14 +223,19 @@ class SimRouter:
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, ask: ScenarioRequest, request_id: RequestId, seen: int = 0) -> None:
-        """Take a request. One with a key is looked for at the workers first, and of it the client has `seen` tokens. An
-        answer to it that is under way here is left to its workers before, as its client has another connection now."""
+    def submit(self, ask: ScenarioRequest, request_id: RequestId, seen: int = 0, began: float = 0.0) -> None:
+        """Take a request. One with a key is looked for at the workers first; of it the client has `seen` tokens, and
+        `began` to ask for it then. An answer to it that is under way here is left to its workers before, as its client
+        has another connection now."""
+        served = self.core.workers.served
+        if served.asleep and not served.by_demand:
+            self._client.on_sleep(ask)
+            return
         if ask.keyed:
-            for before in [rid for rid, other in self._asks.items() if other.number == ask.number]:
-                del self._asks[before]
+            for before in [rid for rid, other in self._open.items() if other.ask.number == ask.number]:
+                del self._open[before]
                 self.core.detach(before)
-            self._claims.claim(ask, request_id, seen)
+            self._claims.claim(SimClaim(ask, request_id, seen, began))
         else:
             self._submit(ask, request_id)
         self._act()
@@ -234,11 +258,14 @@ class SimRouter:
             name=name,
         )
 
-    def _submit(self, ask: ScenarioRequest, request_id: RequestId) -> None:
-        self._asks[request_id] = ask
+    def _submit(self, ask: ScenarioRequest, request_id: RequestId, *, seen: bool = False) -> None:
+        """Begin an answer. `seen`: whether its client has a part of it."""
         request = self._routed(ask, request_id, name_of(ask) if ask.keyed else None)
+        if seen:
+            request.draw_again(self.core.workers.served.weights.number)
+        self._open[request_id] = OpenAnswer(ask, request)
         if self.core.predict_slo_miss([request]) is not None:
-            del self._asks[request_id]
+            del self._open[request_id]
             self._client.on_refusal(ask)
             return
         self.core.submit(request)
@@ -248,8 +275,8 @@ class SimRouter:
         its workers."""
         if self._claims.leave(request_id):
             return
-        ask = self._asks.pop(request_id, None)
-        if ask is not None and ask.keyed:
+        answer = self._open.pop(request_id, None)
+        if answer is not None and answer.ask.keyed:
             self.core.detach(request_id)
         else:
             self.core.cancel(request_id, finished=finished)
@@ -259,24 +286,27 @@ class SimRouter:
         """Go on with what workers have kept of an answer, or begin it."""
         found = self._claims.ended(action)
         if isinstance(found, SimClaim):
-            self._submit(found.ask, found.request_id)
+            if found.seen and not _drawn_alike(found.began, self.core.workers.served):
+                self._client.on_redraw(found.ask)
+            else:
+                self._submit(found.ask, found.request_id, seen=found.seen > 0)
         elif found is not None:
             ask, request = found.claim.ask, found.request
             self.world.say(self.process.label, f"goes on with {request.id} after {len(request.emitted)} tokens")
             self._client.on_resumed(self, ask, request.id)
-            self._asks[request.id] = ask
+            answer = self._open[request.id] = OpenAnswer(ask, request)
             self._tell(request.id, request.emitted, request.logprobs)
             if found.done is not None:
-                del self._asks[request.id]
-                self._client.on_end(self, ask, EndRequest(request.id, found.done))
+                del self._open[request.id]
+                self._client.on_end(self, answer, EndRequest(request.id, found.done))
             else:
                 self._claims.adopt(action, request)
 
     def _tell(self, request_id: RequestId, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        ask = self._asks.get(request_id)
+        answer = self._open.get(request_id)
         tokens, logprobs = self._claims.rest(request_id, tokens, logprobs)
-        if ask is not None and tokens:
-            self._client.on_tokens(self, ask, tokens, logprobs)
+        if answer is not None and tokens:
+            self._client.on_tokens(self, answer, tokens, logprobs)
 
     def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
         """Drain a worker, or undo that, as the operators' endpoints do; False where they would refuse."""
@@ -301,7 +331,7 @@ class SimRouter:
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
         def answer() -> None:
-            status = status_there(host.worker.status())
+            status = there(host.worker.status())
             back.send(lambda: self.process.do(lambda: self._status(status)))
 
         def tell() -> None:
@@ -357,17 +387,18 @@ class SimRouter:
         self._act()
         self.process.later(TICK_S, self._tick)
 
-    def _viewed(self, views: tuple[WorkerView, ...]) -> None:
+    def _viewed(self, view: ClusterView) -> None:
+        views = view.workers
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
         left = {(v.record.name, v.record.incarnation) for v in views if v.status.state == "left"}
         for key in [k for k in self.links if k not in wanted]:
             self.links.pop(key).close(left=key in left)
+        self.core.workers.served = view.served or self.core.workers.served
         self.core.on_view(views)
         self._act()
         for key in wanted:
             if key not in self.links:
-                hosts = [h for h in self.control.all_hosts if (h.name, h.incarnation) == key]
-                self.links[key] = SimLink(self, key, hosts[0])
+                self.links[key] = SimLink(self, key, self.control.host(key))
 
     def linked(self, key: WorkerKey) -> None:
         self.core.on_linked(key)
@@ -381,9 +412,9 @@ class SimRouter:
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, LegReport):
-                ask = self._asks.get(event.request_id)
-                if ask is not None:
-                    self._client.on_progress(ask, event)
+                answer = self._open.get(event.request_id)
+                if answer is not None:
+                    self._client.on_progress(answer.ask, key, event)
             else:
                 self.world.say(f"{key[0]}#{key[1]}", f"says {event}")
             self.core.on_event(key, event)
@@ -399,16 +430,16 @@ class SimRouter:
                     case LookupEnded():
                         self._found(action)
                     case DeliverScores():
-                        ask = self._asks.get(action.request_id)
-                        if ask is not None:
-                            self._client.on_scores(self, ask, action.scores)
+                        answer = self._open.get(action.request_id)
+                        if answer is not None:
+                            self._client.on_scores(self, answer, action.scores)
                     case SendCommand():
                         self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
                         sends.setdefault(action.worker, []).append(action.command)
                     case EndRequest():
-                        ask = self._asks.pop(action.request_id, None)
-                        if ask is not None:
-                            self._client.on_end(self, ask, action)
+                        answer = self._open.pop(action.request_id, None)
+                        if answer is not None:
+                            self._client.on_end(self, answer, action)
                     case AuditFinding() if action.result in (
                         AuditResult.DAMAGED,
                         AuditResult.UNCLEAR,
@@ -426,8 +457,17 @@ class SimRouter:
     def check(self) -> list[str]:
         found = self.core.check() + self._claims.check()
         held = set(self.core.requests.ids())
-        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
-        return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]
+        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._open) - held)]
+        return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._open))]
+
+
+def _drawn_alike(began: float, served: ServedWeights) -> bool:
+    """Whether an answer that was begun then would be drawn alike again."""
+    try:
+        check_drawn_alike(int(began), served)
+    except RequestError:
+        return False
+    return True
 
 
 def _short(command: Command) -> str:

@@ -2,7 +2,8 @@
 
 The worker itself, its KV cache manager, pools and rooms are built as `cluster.assembly.build_worker` builds them. The
 process steps it as the host does, asks the same lease before each step and each delivery, and sleeps as long as the
-worker itself says.
+worker itself says. One that has left by drain waits for what the controller says, and goes on as the next incarnation
+where that has a plan for it; a worker of several ranks starts in new processes.
 """
 
 from __future__ import annotations
@@ -12,21 +13,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
+from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.worker_process.lease_keeper import WorkerLease
+from twinpool.cluster.worker_process.worker_plan import WeightsPreparation
+from twinpool.cluster.worker_process.worker_process import NEXT_PLAN_S
 from twinpool.cluster.worker_process.worker_thread import StepWatchdog, WorkerEnd
 from twinpool.contracts.errors import PeerDead
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
-from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.leases import DepartureAnswer, LeaseGrant
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord
+from twinpool.contracts.sampling_params import WeightsVersion
 from twinpool.engine.runner.batch import BatchRow
 from twinpool.sim.fabric.sim_network import pack_events
-from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
-from twinpool.sim.fabric.virtual_time import SimProcess, TimerEntry
-from twinpool.sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, LeaseHome, SimSleep, SimWorld, build
+from twinpool.sim.fabric.virtual_time import SimProcess, StepCosts, TimerEntry, pairs_of
+from twinpool.sim.nodes.build_sim_worker import (
+    IDLE_S,
+    SPINS,
+    BuiltWorker,
+    LeaseHome,
+    SimSleep,
+    SimWorld,
+    build,
+)
+from twinpool.sim.scenario.scenario import digest_of
+
+LEAVE_S = 2.0
+"""Seconds that a worker which has left waits for the controller's answer."""
+HURRY = "its worker leaves, and had waited for it for long enough"
 
 
 @dataclass
@@ -45,16 +64,17 @@ class SimHost:
         self,
         world: SimWorld,
         process: SimProcess,
-        role: Role,
-        name: WorkerName,
-        incarnation: Incarnation,
+        start: StartWorker,
         home: LeaseHome,
-        make: Callable[[SimWorld, SimProcess, Role, WorkerName, Incarnation, SimSleep, LeaseHome], BuiltWorker] = build,
+        make: Callable[[SimWorld, SimProcess, StartWorker, SimSleep, LeaseHome], BuiltWorker] = build,
+        preparation: WeightsPreparation | None = None,
     ) -> None:
+        """`preparation`: that of its process, which was another incarnation before; None: it is new."""
         self.world, self.process, self.home = world, process, home
-        self.name, self.role, self.incarnation = name, role, incarnation
+        self.name, self.role, self.incarnation = start.name, start.role, start.incarnation
+        self.weights = start.weights
         self.sleep = SimSleep()
-        self.built = make(world, process, role, name, incarnation, self.sleep, home)
+        self.built = make(world, process, start, self.sleep, home)
         self.worker = self.built.worker
         self.lease = WorkerLease(world.agenda)
         self._peers_ended: tuple[EndedWorker, ...] = ()
@@ -68,13 +88,19 @@ class SimHost:
         self._checks_in = world.rng.randrange(40)
         self._watchdog = StepWatchdog(world.agenda)
         self._hung = False
+        self._paused = False
+        self._answer: DepartureAnswer | None = None
+        """What the controller has said of its departure, as it was heard in time."""
+        self._following: Callable[[], None] | None = None
+        """How its process goes on, once it has left."""
+        self.preparation = preparation or WeightsPreparation(self._prepare, begin=self._beside)
         self._spins = 0
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
         self._step_s = 0.0
         """What the steps of a round take, where the plan has costs."""
-        if (costs := world.shape.costs) is not None:
-            self.built.engine.on_launch = partial(self._launched, costs)
+        if world.shape.costs is not None or world.background:
+            self.built.engine.on_launch = self._launched
         process.on_death(self._died)
         for rank in self.built.followers.ranks if self.built.followers is not None else []:
             rank.process.on_death(partial(process.do, partial(self._lost_rank, str(rank.process))))
@@ -95,6 +121,7 @@ class SimHost:
             worker.fits,
             fingerprint=worker.fingerprint,
             stream_protocol=STREAM_PROTOCOL,
+            weights=self.weights,
         )
 
     def _register(self) -> None:
@@ -125,14 +152,32 @@ class SimHost:
                 if grant.ended != self._peers_ended:
                     self._peers_ended = ended = grant.ended
                     self.call(lambda worker: worker.workers_ended(ended))
+                self._take_orders(grant)
                 if grant.drain:
                     self.call(lambda worker: worker.drain())
 
         if not self.lease.held:
             self._end(WorkerEnd.FENCED, "the controller could not be reached in time")
             return
-        self.home.renew(self.process, self.name, self.incarnation, self._watchdog.on(self.snapshot), granted)
+        status = self.preparation.on(self._watchdog.on(self.snapshot))
+        self.home.renew(self.process, self.name, self.incarnation, status, granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
+
+    def _take_orders(self, grant: LeaseGrant) -> None:
+        """Carry out what a grant asks for besides draining."""
+        self.preparation.order(grant.prepare)
+        resumed, self._paused = self._paused and not grant.paused, grant.paused
+        if resumed:
+            self.wake()
+        if grant.hurry:
+            self.call(lambda worker: worker.end_requests(HURRY))
+
+    def _prepare(self, weights: WeightsVersion) -> str:
+        return digest_of(weights.path, int(self.name.rpartition("-")[2])) if weights.path else ""
+
+    def _beside(self, work: Callable[[], None]) -> None:
+        """Have files read, which takes a while."""
+        self.process.later(self.world.rng.expovariate(4.0), work)
 
     # ------------------------------------------------------------ what reaches it
 
@@ -200,6 +245,8 @@ class SimHost:
             self._inbox.popleft()()
         if not self.lease.held:
             return WorkerEnd.FENCED, "the worker's lease has ended"
+        if self._paused:
+            return self._rest_paused()
         events = self.worker.step()
         if events and not self.lease.held:
             return WorkerEnd.FENCED, "the worker's lease has ended"
@@ -229,10 +276,28 @@ class SimHost:
             self.sleep.asked = asked
         return None
 
-    def _launched(self, costs: StepCosts, rows: Sequence[BatchRow]) -> None:
-        """Have a step take its time: what the process sends from now on leaves at its end."""
-        self._step_s += step_seconds(costs, self.role, rows)
-        self.process.computes_until = self.world.agenda.now() + self._step_s
+    def _rest_paused(self) -> tuple[WorkerEnd, str] | None:
+        """A turn of the loop in which the worker makes no step."""
+        self.snapshot = replace(self.worker.status(), paused=True)
+        self._watchdog.turned(self.snapshot.steps, False, 0.0)
+        self.worker.take_part()
+        if self.worker.drained and not self._inbox:
+            return WorkerEnd.LEFT, "the worker was drained and has left"
+        self._schedule(IDLE_S)
+        self.sleep.asked = IDLE_S
+        return None
+
+    def _launched(self, rows: Sequence[BatchRow]) -> None:
+        """Have a step take its time: what the process sends from now on leaves at its end. Look whether more background
+        requests decode in it than may beside others."""
+        if (costs := self.world.shape.costs) is not None:
+            self._step_s += step_seconds(costs, self.role, rows)
+            self.process.computes_until = self.world.agenda.now() + self._step_s
+        draws = [row.draw for row in rows if row.draw is not None and row.start >= row.draw.prompt_len]
+        background = sum((draw.params.seed, draw.params.choice) in self.world.background for draw in draws)
+        most = self.world.config.decode.background_rows
+        if self.role is not Role.PREFILL and most < background < len(draws):
+            self.world.violated(f"{self.process}: {background} background requests decode beside others, not {most}")
 
     def _look_for_spins(self, sound: bool) -> None:
         """Report a loop that doesn't sleep for `SPINS` turns though it computes nothing."""
@@ -284,6 +349,7 @@ class SimHost:
             # A worker that leaves after a drain has finished and handed over everything.
             for line in self.unrest():
                 self.world.violated(f"{line}, and it leaves")
+        closed = False
         try:
             if end in (WorkerEnd.FENCED, WorkerEnd.DIED):
                 self.worker.fence()
@@ -291,13 +357,44 @@ class SimHost:
             for session in sessions:
                 session.ended(StreamEnd(reason, left=end is WorkerEnd.LEFT))
             self.worker.close()
+            closed = True
         except PeerDead as error:
             self.world.say(self.process.label, f"can't be closed: {error}")
         except Exception as error:
             self.world.violated(f"{self.process} could not be closed: {type(error).__name__}: {error}")
         if end is WorkerEnd.LEFT:
-            self.home.leave(self.process, self.name, self.incarnation)
-        self.process.die()
+            self._depart(closed)
+        else:
+            self.process.die()
+
+    def _depart(self, closed: bool) -> None:
+        """Give the lease back; the process goes on where the controller says so in time, and has a plan for it."""
+        if self.built.storage is not None:
+            self.built.storage.settle()
+
+        def heard(answer: DepartureAnswer) -> None:
+            if self._answer is None:
+                self._answer = answer
+                self._go_on()
+
+        alone = self.built.followers is None
+        self.home.leave(self.process, self.name, self.incarnation, closed and alone, heard)
+        self.process.later(LEAVE_S, lambda: heard(DepartureAnswer()))
+
+    def follow_with(self, begin: Callable[[], None]) -> None:
+        """Take in how the process goes on, once the controller's answer to its departure has come."""
+        self._following = begin
+        if self._answer is not None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        assert self._answer is not None
+        if not self._answer.goes_on:
+            self.process.die()
+        elif self._following is not None:
+            self._following()
+        elif not self._answer.sleeps:
+            self.process.later(NEXT_PLAN_S, lambda: self.process.die() if self._following is None else None)
 
     def _lost_rank(self, which: str) -> None:
         """End the worker: without one of its ranks it has no state to go on from."""

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.pool_changes import PauseCluster, SleepCluster
 from twinpool.router.verification.audits import AuditResult as Audited
 from twinpool.sim.fabric.hash_answers import penalised, recite
 from twinpool.sim.fabric.sim_network import SimNetwork
@@ -325,6 +326,24 @@ def _apply(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     return nothing
 
 
+def _change(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
+    """Change what is served: an operator's pause, and sleep, end after a while."""
+    assert fault.change is not None
+    if not run.router.process.alive or not run.control.reaches(run.router.process):
+        return None
+    if not run.control.change(fault.change):
+        return None
+
+    def end() -> None:
+        back = PauseCluster(paused=False) if isinstance(fault.change, PauseCluster) else SleepCluster(0)
+        if run.control.away or not run.control.reaches(run.router.process):
+            run.agenda.after(_LOOK_S, end)  # The operator asks again.
+        else:
+            run.control.change(back)
+
+    return end
+
+
 def _roll(run: FaultTarget, names: list[WorkerName]) -> None:
     """Restart the first of `names`, and when it is back, or that takes too long, the next."""
     if not names:
@@ -373,6 +392,10 @@ _BEGIN: dict[str, Callable[[FaultTarget, PlannedFault], UndoFault | None]] = {
     "add": _add,
     "cordon": _cordon,
     "apply": _apply,
+    "weights": _change,
+    "flush": _change,
+    "pause": _change,
+    "sleep": _change,
 }
 
 _TOLD = (
@@ -442,5 +465,6 @@ def kinds_of(ask: ScenarioRequest, spec: PoolSetSpec) -> list[str]:
         "scored": sampling.prompt_logprobs is not None,
         "chosen_again": sampling.choice > 0,
         "adapted": sampling.adapter is not None,
+        "background": ask.background,
     }
     return [kind for kind, so in kinds.items() if so]

@@ -25,7 +25,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.outside_data import read_json
-from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
+from twinpool.sim.fabric.virtual_time import StepCosts, pairs_of
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "tpot_s"}
 

@@ -2,7 +2,7 @@
 
 A step brings a token for each row and takes `decode_base_s + decode_row_s * rows + decode_context_s * context`; the
 context grows by a position a row, so steps without an event between them are an arithmetic series, of which both the
-sum and how many fit into a time are closed forms (`sim.fabric.step_costs.StepRun`). Events are: a request that joins
+sum and how many fit into a time are closed forms (`sim.fabric.virtual_time.StepRun`). Events are: a request that joins
 (at the end of the step under way), one whose last token is drawn, and pages that run out.
 
 Pages are granted as production grants them (`decode/retraction/memory_pressure.py`): first come, first served, where
@@ -18,7 +18,7 @@ from math import inf
 
 from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.retraction.retraction_policy import RetractionCandidate, victims
-from twinpool.sim.fabric.step_costs import StepCosts, StepRun
+from twinpool.sim.fabric.virtual_time import StepCosts, StepRun
 from twinpool.sim.scale.cluster_plan import DecodePool
 from twinpool.sim.scale.scale_figures import GapHistogram
 

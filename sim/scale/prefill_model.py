@@ -24,7 +24,7 @@ from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST, MAX_SLOTS
 from twinpool.router.kv_indexer.holder_table import HolderTable
 from twinpool.router.kv_indexer.table_memory import SlotWriter, TableMemory, TableSize
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
+from twinpool.sim.fabric.virtual_time import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import PrefillPool
 from twinpool.worker.fair_shares import FairShares
 

@@ -6,6 +6,7 @@ and draws of a run (delays, say) come from another random stream than the draws 
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,30 @@ import torch
 from msgspec.structs import replace
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.pool_changes import ServingChange
+from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.sim.fabric.hash_answers import STATE_PLACES, VOCABULARY
-from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.fabric.virtual_time import StepCosts
 
 CONTEXT = 96
+FOLDERS = ("/weights/one", "/weights/two")
+UNREADABLE, UNLIKE = "/weights/unreadable", "/weights/unlike"
+"""A folder that workers of odd numbers can't read, and one of which they find other files than the others."""
+
+
+def digest_of(path: str, number: int = 0) -> str:
+    """The digest of the weights in a folder, as worker `number` finds them. Raises `CheckpointError`."""
+    if path == UNREADABLE and number % 2:
+        raise CheckpointError(f"{path} can't be read")
+    return hashlib.sha256(f"{path} {number % 2 if path == UNLIKE else 0}".encode()).hexdigest()
+
+
+def version_of(path: str) -> str:
+    """The version by which an operator names the weights in a folder."""
+    return path.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,10 @@ class ScenarioRequest:
     reconnects: tuple[Reconnect, ...] = field(default=(), repr=False)
     """Of a keyed one."""
 
+    @property
+    def background(self) -> bool:
+        return self.priority <= BACKGROUND
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
@@ -67,10 +90,13 @@ class PlannedFault:
     target: str = ""
     other: str = ""
     lasts: float = 0.0
+    change: ServingChange | None = None
+    """What an operator changes of what is served; None: nothing."""
 
     def __str__(self) -> str:
         between = f" and {self.other}" if self.other else ""
-        return f"{self.kind} {self.target}{between}" + (f" for {self.lasts:.2f} s" if self.lasts else "")
+        what = self.target if self.change is None else str(self.change)
+        return f"{self.kind} {what}{between}" + (f" for {self.lasts:.2f} s" if self.lasts else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +209,10 @@ WHOLE = (
 """Faults of the whole cluster."""
 LASTING = (
     "controller", "cutoff", "supervisor", "add", "cordon", "stop", "halt", "stall", "partition", "errors", "slow",
-    "drain",
+    "drain", "pause", "sleep",
 )  # fmt: skip
+SERVING = ("weights", "flush", "pause", "sleep")
+"""Operators' changes of what the whole cluster serves. Drawn apart, as operations are."""
 OPERATIONS = ("cutoff", "supervisor", "restart", "add", "cordon", "apply")
 """What happens to the pools as a whole. Drawn apart from the others, as the controller's absences are."""
 KINDS = {
@@ -200,6 +228,10 @@ KINDS = {
     "add": "an operator adds a worker, and scales the pool back after a while",
     "cordon": "an operator cordons a node for a while",
     "apply": "an operator changes settings, for which all workers restart one by one",
+    "weights": "an operator changes the weights, of all workers at once or one by one, or changes them back",
+    "flush": "an operator flushes all caches",
+    "pause": "an operator pauses the cluster for a while",
+    "sleep": "an operator puts the cluster to sleep for a while",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
     "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",

@@ -13,14 +13,26 @@ from typing import Any
 
 from msgspec import structs
 
+from twinpool.contracts.messages.pool_changes import (
+    FlushCaches,
+    PauseCluster,
+    ServingChange,
+    SleepCluster,
+    UpdateWeights,
+)
+from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.sim.fabric.hash_answers import VOCABULARY, recite
 from twinpool.sim.scenario.scenario import (
     CONTEXT,
+    FOLDERS,
     KINDS,
     LASTING,
     OPERATIONS,
     PAIRS,
+    SERVING,
+    UNLIKE,
+    UNREADABLE,
     WHOLE,
     ClusterShape,
     PlannedFault,
@@ -30,6 +42,7 @@ from twinpool.sim.scenario.scenario import (
     pool_set,
     rush,
     sampling_of,
+    version_of,
 )
 
 ADAPTERS = ("one", "two", "three")
@@ -47,7 +60,9 @@ def draw(seed: int) -> Scenario:
     faults += _operations(random.Random(f"operations {seed}"), shape, asks)
     plan = Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
     plan = _of_several_routers(random.Random(f"routers {seed}"), plan)
-    return _with_equal_keys(random.Random(f"equal keys {seed}"), plan)
+    plan = _with_equal_keys(random.Random(f"equal keys {seed}"), plan)
+    plan = _with_serving_changes(random.Random(f"serving {seed}"), plan)
+    return _with_background(random.Random(f"background {seed}"), plan)
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -247,6 +262,59 @@ def _operations(rng: random.Random, shape: ClusterShape, asks: Sequence[Scenario
     return tuple(found)
 
 
+def _with_serving_changes(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have operators change what is served, in some plans: mostly the weights, some of which can't be had. Requests
+    pause for a while then, in most of them; and in some phases a worker, the controller, a router or the supervisor
+    dies."""
+    if rng.random() >= 0.3:
+        return plan
+    shape, found = plan.shape, list[PlannedFault]()
+    begin = rng.choice(plan.asks).at
+    pause_s = rng.choice((0.0, 1.0, 3.0, 6.0))
+    asks = tuple(_postponed(ask, pause_s) if ask.at >= begin else ask for ask in plan.asks)
+    at = max(0.0, begin - rng.expovariate(2.0))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        kind = rng.choice(("weights",) * 6 + SERVING)
+        wait_s, lasts = rng.choice((0.0, 0.2, 2.0, 30.0)), rng.choice((rng.uniform(0.05, 1.0), rng.uniform(1.0, 6.0)))
+        rolling = kind == "weights" and rng.random() < 0.4
+        path = rng.choice((*FOLDERS, *FOLDERS, "", UNREADABLE, UNLIKE))
+        version = version_of(path) if path in FOLDERS and rng.random() < 0.5 else ""
+        changes: dict[str, ServingChange] = {
+            "weights": UpdateWeights(path, version, rolling, min(wait_s, 5.0) if rolling else wait_s),
+            "flush": FlushCaches(wait_s),
+            "pause": PauseCluster(),
+            "sleep": SleepCluster(rng.choice((1, 2)), wait_s),
+        }
+        found.append(PlannedFault(kind, at, lasts=lasts if kind in LASTING else 0.0, change=changes[kind]))
+        names = [f"{role}-{number}" for role, many in shape.workers.items() for number in range(many)]
+        while rng.random() < 0.4:
+            beside, when = rng.choice(("crash", "crash", "stop", "controller", "router", "supervisor", "drain")), at
+            when += rng.expovariate(0.7)
+            target = rng.choice(names) if beside in ("crash", "stop", "drain") else ""
+            found.append(PlannedFault(beside, when, target, lasts=rng.uniform(0.05, 3.0) if beside in LASTING else 0.0))
+        at += rng.choice((0.1, 1.0, 5.0)) * rng.expovariate(1.0)
+    faults = sorted((*plan.faults, *found), key=lambda fault: fault.at)
+    return replace(plan, asks=asks, faults=tuple(faults))
+
+
+def _with_background(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have some requests of some plans be background, as those of batches are."""
+    if rng.random() >= 0.2:
+        return plan
+    share, rows = rng.choice((0.3, 0.6)), rng.choice((0, 0, 1, 2))
+    asks = tuple(
+        replace(ask, priority=BACKGROUND, first_token_s=None) if rng.random() < share else ask for ask in plan.asks
+    )
+    config = plan.shape.config | {"decode": plan.shape.config["decode"] | {"background_rows": rows}}
+    return replace(plan, shape=replace(plan.shape, config=config), asks=asks)
+
+
+def _postponed(ask: ScenarioRequest, by_s: float) -> ScenarioRequest:
+    leaves_at = None if ask.leaves_at is None else ask.leaves_at + by_s
+    reconnects = tuple(replace(one, at=one.at + by_s) for one in ask.reconnects)
+    return replace(ask, at=ask.at + by_s, leaves_at=leaves_at, reconnects=reconnects)
+
+
 def _of_several_routers(rng: random.Random, plan: Scenario) -> Scenario:
     """Have several routers in some plans, most of whose clients come back for the rest of an answer, and kill one of
     them now and then while answers run."""
@@ -288,7 +356,7 @@ def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequ
     """Draw faults: none in some plans; in others of a few kinds only, so that these kinds coincide."""
     count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
-    kinds = rng.sample([kind for kind in KINDS if kind not in ("controller", *OPERATIONS)], rng.randint(1, 5))
+    kinds = rng.sample([kind for kind in KINDS if kind not in ("controller", *OPERATIONS, *SERVING)], rng.randint(1, 5))
     ends = [*names, "router-0"]
     for role, many in (("prefill", shape.prefill), ("decode", shape.decode)):
         ends += [f"{role}-{n}.rank{rank}" for n in range(many) for rank in range(1, shape.config[role]["tp"])]

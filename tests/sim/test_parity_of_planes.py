@@ -166,7 +166,7 @@ def simulated(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
     agenda, rng = VirtualTime(), random.Random(3)
     # Where pages lie is no matter to the simulator: plane staged is plane zmq there.
     kind = "zmq" if kind in OVER_TCP else kind
-    network, planes, damage = SimNetwork(agenda, rng, 0.005, 3.0), dict[int, SimPlane](), WireDamage()
+    network, planes, damage = SimNetwork(agenda, rng, 0.005, 3.0), dict[str, SimPlane](), WireDamage()
     sides, pids = list[Side](), iter(range(1, 100))
     for name, size in zip(("prefill-0", "decode-0"), ranks, strict=True):
         mine: list[RankDataPlane] = []

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.fault_proxy import proxying
 from tests.support.room_ends import SimWaiter
+from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
@@ -30,7 +31,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.cluster_view import ServedWeights
-from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.leases import DepartureAnswer, LeaseGrant
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
@@ -230,13 +231,13 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     )  # fmt: skip
     home, made = _Controller(agenda), list[Scripted]()
 
-    def make(world: Any, process: Any, role: Any, name: Any, incarnation: Any, sleep: Any, home: Any) -> Any:
-        made.append(Scripted(sleep, incarnation))
+    def make(world: Any, process: Any, start: StartWorker, sleep: Any, home: Any) -> Any:
+        made.append(Scripted(sleep, start.incarnation))
         manager = SimpleNamespace(busy=False, pools=SimpleNamespace(allocators={}))
-        return SimpleNamespace(worker=made[0], manager=manager, followers=None, receiver=None)
+        return SimpleNamespace(worker=made[0], manager=manager, followers=None, receiver=None, storage=None)
 
     process = home.new_process("decode-0#1", "node-0")
-    host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)
+    host = SimHost(world, process, StartWorker(KEY[0], Role.DECODE, Incarnation(incarnation)), home, make)
     waiter, router = SimWaiter(agenda), _LinkOwner(world, home.new_process("router-0#1", "node-head"))
     links: list[SimLink] = []
 
@@ -276,7 +277,15 @@ class _Controller:
     ) -> None:
         answer(LeaseGrant(incarnation, 10.0))
 
-    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None: ...
+    def leave(
+        self,
+        process: SimProcess,
+        name: WorkerName,
+        incarnation: Incarnation,
+        closed: bool,
+        answer: Callable[[DepartureAnswer], None],
+    ) -> None:
+        answer(DepartureAnswer())
 
     def new_process(self, label: str, node: str) -> SimProcess:
         return SimProcess(self._agenda, label, node, next(self._pids))

@@ -34,6 +34,7 @@ OFTEN = {
     "held_open": 1, "logprobs": 20, "scored": 10, "chosen_again": 10, "late_orders": 100, "cancelled_running": 1,
     "damaged_writes": 2, "damaged_metadata": 2, "damaged_notices": 2, "killed_in_write": 1,
     "stores_failed": 2, "stores_truncated": 2, "stores_reordered": 2, "shed": 5, "refused_early": 3,
+    "of_other_weights": 20, "ended_by_change": 3, "background": 20,
     "came_back": 20, "adapted": 20, "resumed_elsewhere": 10, "reconnects": 40, "superseded": 3,
 }  # fmt: skip
 """How often the chosen seeds meet each kind of thing at least."""

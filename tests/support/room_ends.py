@@ -304,7 +304,7 @@ def simulated_ends(
     `store_faults`: of the writer's one-sided writes. `nodes`: where writer and reader are."""
     agenda, rng = VirtualTime(), random.Random(seed)
     network = SimNetwork(agenda, rng, 0.002, 3.0)
-    exchange, planes, damage = SimSwitch(network), dict[int, SimPlane](), WireDamage()
+    exchange, planes, damage = SimSwitch(network), dict[str, SimPlane](), WireDamage()
     processes = [
         SimProcess(agenda, f"{role}-0#1", node, pid)
         for pid, (role, node) in enumerate(zip(("prefill", "decode"), nodes, strict=True), 1)

@@ -17,7 +17,7 @@ from twinpool.cli import commands as cli
 from twinpool.cli.load.measure_costs import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
 from twinpool.cli.load.open_loop import Content
 from twinpool.cli.load.openai_client import Outcome
-from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.fabric.virtual_time import StepCosts
 from twinpool.sim.scale.cluster_plan import MeasuredCosts, read_costs
 
 QUICK = StepCosts(0.25, 0.0, 0.0, 0.01, 0.0, 0.0, handover_base_s=0.001, handover_token_s=0.0, message_s=0.0)

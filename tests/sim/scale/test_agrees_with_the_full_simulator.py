@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.state.prefix_hashes import prefix_hashes
-from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.fabric.virtual_time import StepCosts
 from twinpool.sim.run.run_scenario import ScenarioRun
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
@@ -66,10 +66,10 @@ class TimedRun(ScenarioRun):
     def __init__(self, plan: Scenario) -> None:
         self.came: dict[int, list[float]] = {}
         super().__init__(plan)
+        self.clients.on_told = self._told
 
-    def on_tokens(self, router, ask, tokens, logprobs) -> None:  # type: ignore[no-untyped-def]
-        self.came.setdefault(ask.number, []).extend([self.agenda.now()] * len(tokens))
-        super().on_tokens(router, ask, tokens, logprobs)
+    def _told(self, ask: ScenarioRequest, count: int) -> None:
+        self.came.setdefault(ask.number, []).extend([self.agenda.now()] * count)
 
 
 Figures = dict[str, float]

@@ -13,7 +13,7 @@ import pytest
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.fabric.virtual_time import StepCosts
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, DecodePool, PrefillPool
 from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 
 from twinpool.router.kv_indexer.holder_sets import DEVICE
-from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
+from twinpool.sim.fabric.virtual_time import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import DecodePool, PrefillPool
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
 from twinpool.sim.scale.prefill_model import PrefillModel, PrefixCache, PromptJob

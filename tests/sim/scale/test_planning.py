@@ -12,7 +12,7 @@ import pytest
 from tests.support.served_cluster import ROOT
 from twinpool.cli.load.open_loop import Content, asks_of
 from twinpool.contracts.errors import ConfigError
-from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
+from twinpool.sim.fabric.virtual_time import StepCosts, pairs_of
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import (
     BatchProbe,
