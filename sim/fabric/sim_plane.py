@@ -98,7 +98,7 @@ class SimPlane:
         self.closed = False
         self.halt: Callable[[], None] | None = None
         """Called once, in the middle of the next write of pages."""
-        self._planes, self._wake, self._label = planes, wake, process.label
+        self._planes, self._wake, self._label = planes, wake, f"{process.label} rank {rank}"
         self._access: dict[str, int] = {}
         """Numbers of the access that writers were given, by writer."""
         self._numbers = count(1)
@@ -107,7 +107,7 @@ class SimPlane:
         self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec, sources, at, size))
         self._due: list[bytes] = []
         self._settled: list[WriteArrived] = []
-        planes[process.label] = self
+        planes[self._label] = self
 
     def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
