@@ -261,9 +261,9 @@ class LocalPrompts(TransferQueue):
 
     # ------------------------------------------------------------ steps
 
-    def next_chunks(self, tokens: int) -> list[ScheduledChunk]:
-        """Return the chunks of the next step, of `tokens` tokens at most."""
-        return self._scheduler.next_batch(tokens) if len(self.admitted) else []
+    def next_chunks(self, tokens: int, *, beside: bool) -> list[ScheduledChunk]:
+        """Return the chunks of the next step, of `tokens` tokens at most. `beside`: as of the scheduler's batch."""
+        return self._scheduler.next_batch(tokens, beside=beside) if len(self.admitted) else []
 
     def landed(self, results: Iterable[ChunkDone | ChunkFailed]) -> Iterator[PromptOutcome]:
         """Take in what came of chunks, one by one; the caller must act on each outcome before it takes the next."""

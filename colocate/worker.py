@@ -167,7 +167,8 @@ class ColocatedWorker(DecodeWorker):
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         taken = sum(1 + len(request.drafts) for request in batch)
-        chunks = self._local.next_chunks(self._prompt_tokens_of_step(taken))
+        beside = any(not request.submit.background for request in batch)
+        chunks = self._local.next_chunks(self._prompt_tokens_of_step(taken), beside=beside)
         go_on = bool(batch or chunks)
         if go_on:
             self._launch(batch, chunks)

@@ -109,10 +109,13 @@ class TransferQueue:
         return now - request.behind_since < self._prompt_wait_s
 
     def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
-        """Return a request that is receiving more of this request's prompt than the device has; None without one."""
+        """Return a request that is receiving more of this request's prompt than the device has; None without one. One
+        in the background isn't waited for by any other: its prompt is computed when no other is."""
+        salt, background = request.submit.salt, request.submit.background
         arriving = [
-            r for r in self._requests if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt
-        ]
+            r for r in self._requests
+            if r.phase is DecodePhase.ARRIVING and r.submit.salt == salt and r.submit.background <= background
+        ]  # fmt: skip
         there = self._manager.supply.cached_pages(request.prefix) if arriving else 0
         for other in arriving:
             most = min(len(request.prefix), len(other.prefix))

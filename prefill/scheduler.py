@@ -290,6 +290,8 @@ class PrefillScheduler:
         `request` is (`PrefillRequest.left`), so waiting takes no longer than computing the same pages beside it.
         """
         for other in running if self._pages.reuse else ():
+            if other.submit.background and not request.submit.background:
+                continue  # It would wait for what waits for its like.
             most = min(self._pages.reusable(request), len(other.prefix))
             # Keys are chained: pages are in common up to the first that differs.
             common = bisect_left(range(most), True, key=lambda page: request.chain[page] != other.chain[page])
@@ -301,7 +303,7 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------ the next step
 
-    def next_batch(self, budget: int | None = None) -> list[ScheduledChunk]:
+    def next_batch(self, budget: int | None = None, *, beside: bool = False) -> list[ScheduledChunk]:
         """Divide the next step's token budget among the running requests; returns its chunks, the most urgent first.
 
         `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
@@ -311,12 +313,19 @@ class PrefillScheduler:
         picture waits for a step that has room for it; one that has nothing else is as long as the picture. A chunk ends
         before a picture that isn't computed yet (`PrefillPages.compute_pictures`), and none begins there. What is
         planned is launched, and charged. While another tenant is expected the step has less (`_kept_short`).
+
+        Where a step has others in it, background prompts have `prefill.background_tokens` of what these leave.
+        `beside`: it has rows of others. By themselves they have short steps: whoever comes waits for the one under way.
         """
         able = launchable(self._requests)
         self._follow()
-        whole = budget = self._kept_short(able, self._config.chunk_tokens if budget is None else budget)
-        for priority, equals in groupby(able, key=lambda r: r.submit.priority):
-            budget -= self._plan_fairly(list(equals), budget, whole, short=priority == able[0].submit.priority)
+        whole = left = self._kept_short(able, self._config.chunk_tokens if budget is None else budget)
+        beside = beside or any(not request.submit.background for request in able)
+        for background, those in groupby(able, key=lambda r: r.submit.background):
+            if background and beside:
+                left = min(left, self._config.background_tokens)
+            for priority, equals in groupby(those, key=lambda r: r.submit.priority):
+                left -= self._plan_fairly(list(equals), left, whole, short=priority == able[0].submit.priority)
         planned = [(request, request.planned - request.launched) for request in able]
         for request, count in planned:
             self._shares.charge(request.submit.tenant, request.submit.weight, count)
@@ -325,8 +334,9 @@ class PrefillScheduler:
     def _kept_short(self, able: Sequence[PrefillRequest], budget: int) -> int:
         """Return what of a step's budget it may use: all of it, or while a tenant is expected as many tokens of the
         oldest prompt as add `prefill.shared_step_s` to the step, or those that tenants had saved up, if they are
-        more."""
-        if not able or not self._returns.expected(self._clock.now()):
+        more. Where all prompts are background ones, somebody is always expected."""
+        alone = bool(able) and able[0].submit.background
+        if not able or not (alone or self._returns.expected(self._clock.now())):
             return budget
         tokens = self._cost.tokens_within(self._config.shared_step_s, able[0].launched)
         if tokens is None or tokens >= budget:
@@ -334,7 +344,7 @@ class PrefillScheduler:
         wanted = Counter[str]()
         for request in able:
             wanted[request.submit.tenant] += len(request.tokens) - request.launched
-        saved = sum(min(count, self._shares.credit(tenant)) for tenant, count in wanted.items())
+        saved = 0 if alone else sum(min(count, self._shares.credit(tenant)) for tenant, count in wanted.items())
         short = min(budget, max(int(tokens), budget // _MIN_SHARED, self._page_tokens, saved))
         self.counters["steps_kept_short"] += short < budget
         return short

@@ -143,6 +143,7 @@ class WorkerReport:
             prompt_tokens=prompt_tokens,
             ungranted=ungranted,
             adapters=() if self._setup.adapters is None else tuple(self._setup.adapters.loaded),
+            background=sum(request.submit.background for request in self.requests),
         )
 
     @property

@@ -111,6 +111,10 @@ class PrefillConfig:
     share_tokens: int = 4096
     """A prompt that is being computed inserts its finished pages into the prefix cache every so many tokens, before it
     is whole: no more tokens than these are computed again when its worker dies."""
+    background_tokens: int = 0
+    """Tokens of background prompts (of batches, or of a priority of -1000000 or less) that a step has beside others'.
+    0: none: they are computed while no other prompt is to be computed here, so that others' first tokens don't wait
+    for theirs."""
     tenant_credit_tokens: int = 1024
     """When a tenant comes back that had nothing to compute, so many of its tokens at most come before all others', as
     if it had saved them up. In the long run each gets its share, whatever this is; 0: nothing is saved up."""

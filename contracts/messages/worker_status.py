@@ -136,6 +136,8 @@ class WorkerStatus(Message, frozen=True):
     """Why it can't change to the weights that it was told to prepare, in words; empty where it can."""
     paused: bool = False
     """Whether it makes no step until it is told to go on."""
+    background: Uint32 = 0
+    """Its background requests (`router_commands.BACKGROUND`), of those that run and wait."""
 
 
 class CheckReport(Message, frozen=True):

@@ -60,7 +60,7 @@ from twinpool.router.batch.batch_store import (
     StoredBatch,
 )
 from twinpool.router.openai.api_errors import ApiError, failure_of, failure_of_done
-from twinpool.router.service.admission import idle_capacity
+from twinpool.router.service.admission import IdleCapacity
 from twinpool.router.service.open_answers import ClientRequest
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
@@ -348,6 +348,7 @@ class BatchRunner:
         """`now`: seconds since 1970. `models`: where there are several, of which `service` leads."""
         self.service, self.store, self.now = service, store, now
         self.models = models or OneModel(service)
+        self._idle = [IdleCapacity(one) for one in self.models.services]
         self.body_limit = max(one.body_limit for one in self.models.services)
         self.kept: Counter[str] = Counter(completed=0, failed=0)
         """Lines that were kept, by the file."""
@@ -480,8 +481,8 @@ class BatchRunner:
             served = service.core.workers.served
             if served.asleep and served.by_demand and not served.paused:
                 found[place] = 1 - running[place]  # It wakes the model; the others follow once that serves.
-            elif idle_capacity(service):
-                found[place] = self.store.config.concurrency - running[place]
+            else:
+                found[place] = self._idle[place].requests(self.store.config.concurrency) - running[place]
         return found
 
     def metrics(self) -> Iterator[Metric]:
@@ -495,6 +496,7 @@ class BatchRunner:
         for state in BATCH.rows:
             batches.add_metric([str(state)], states[state])
         yield batches
-        text = "Batches that wait because the disk, or their tenant's share of it, is full"
         waiting = sum(bool(run.full_until) for run in self.runs.values())
-        yield GaugeMetricFamily("twinpool_batches_without_disk", text, value=waiting)
+        yield GaugeMetricFamily(
+            "twinpool_batches_without_disk", "Batches that wait for room on the disk", value=waiting
+        )

@@ -9,6 +9,7 @@ their own (`BodyBuffer`), and so have the pixels of answers in flight.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,12 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
-from twinpool.contracts.ids import Role
+from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import QuotaClaim
 from twinpool.contracts.messages.router_commands import BACKGROUND
+from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.router.links.controller_port import QuotaLessor
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import BufferFull, ImagesFull, QueueFull
@@ -46,6 +48,8 @@ IMAGE_BYTES = 1024**3
 """Bytes of pixels of all answers in flight: a router keeps them to the end, as it may have to begin one elsewhere."""
 TRIES = 3
 """Claims that one request waits for; others of its tenant may take what each brings."""
+SLOW_START_S, MAX_DOUBLINGS = 0.25, 10
+"""Seconds after which an idle worker counts for twice as many background requests, and how often at most."""
 AWAY_RETRY_S = 1.0
 """Seconds until a controller that was away is asked for slices again."""
 
@@ -177,24 +181,52 @@ class QuotaLeases:
             log("quotas leased again")
 
 
-def idle_capacity(service: RouterService) -> bool:
-    """Return whether a router has idle capacity for background requests of its model, as far as it sees."""
-    core, admission = service.core, service.admission
-    served = core.workers.served
-    if served.paused or served.asleep:  # What begins now may not end before its deadline.
-        return False
-    if any(not core.serving(role) for role in core.workers.needed) or 2 * admission.booked >= admission.max_choices:
-        return False
-    if service.background_rows:
-        return True
-    busy = {
-        name
-        for _, choice in service.answers.owners.values()
-        if choice.request.priority > BACKGROUND
-        for name in choice.request.workers.values()
-    }
-    decoding = [role for role in core.workers.roles if role is not Role.PREFILL]
-    return any(entry.record.name not in busy for role in decoding for entry in core.serving(role))
+class IdleCapacity:
+    """How many background requests of a model a router may have under way, as far as it sees.
+
+    A decode worker is idle while it has no ordinary request: by what this router has sent it, and with several routers
+    by what its latest status says. One that has just become idle counts for one request, and for twice as many after
+    each further `SLOW_START_S` (slow start): what is under way when an ordinary request comes is in its way, at prefill
+    and where both are computed on the same cores.
+    """
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._busy_at: dict[WorkerName, float] = {}
+        """When a worker was last seen with an ordinary request, in seconds of the clock."""
+
+    def requests(self, most: int) -> int:
+        """Return how many, `most` at most."""
+        service = self._service
+        core, admission = service.core, service.admission
+        served = core.workers.served
+        if served.paused or served.asleep:  # What begins now may not end before its deadline.
+            return 0
+        if any(not core.serving(role) for role in core.workers.needed) or 2 * admission.booked >= admission.max_choices:
+            return 0
+        if service.background_rows:
+            return most
+        now, sent = service.clock.now(), self._sent()
+        decoding = [e for role in core.workers.roles if role is not Role.PREFILL for e in core.serving(role)]
+        seen = {entry.record.name: self._busy_at.get(entry.record.name, -math.inf) for entry in decoding}
+        busy = {entry.record.name for entry in decoding if entry.record.name in sent or _has_others(entry.status)}
+        self._busy_at = {**seen, **dict.fromkeys(busy, now)}
+        idle = [now - at for name, at in self._busy_at.items() if name not in busy]
+        return min(most, sum(2 ** int(min(seconds / SLOW_START_S, MAX_DOUBLINGS)) for seconds in idle))
+
+    def _sent(self) -> set[WorkerName]:
+        """The workers of this router's ordinary requests."""
+        return {
+            name
+            for _, choice in self._service.answers.owners.values()
+            if choice.request.priority > BACKGROUND
+            for name in choice.request.workers.values()
+        }
+
+
+def _has_others(status: WorkerStatus) -> bool:
+    """Whether a worker of several routers has ordinary requests, by its own word."""
+    return status.routers > 1 and status.running + status.waiting > status.background
 
 
 class Admission:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.tiers.prefetch import PrefetchRequest
+from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.prefill.request import PrefillPhase, PrefillRequest
 
 
@@ -150,3 +151,46 @@ def test_a_prompt_whose_last_step_is_under_way_yields_its_place_to_nobody() -> N
     assert parts.scheduler.overserved(other, [first, second]) is first
     first.launched = len(first.tokens)
     assert parts.scheduler.overserved(other, [first, second]) is None
+
+
+def test_background_prompts_are_computed_only_in_steps_without_others() -> None:
+    parts = PrefillParts(chunk_tokens=16)
+    batch, live = parts.ask("batch", 40, BACKGROUND), parts.ask("live", 20, BACKGROUND + 1)
+    admitted(parts)
+    assert parts.step() == {"live": list(range(16))}
+    assert parts.step() == {"live": [16, 17, 18, 19]}, "what it leaves of the step stays empty"
+    assert parts.scheduler.next_batch(beside=True) == [], "rows of others are in it"
+    assert parts.step() == {"batch": list(range(16))}
+    parts.leave(batch)
+    parts.leave(live)
+
+
+def test_a_step_has_so_many_background_tokens_beside_others_as_are_configured() -> None:
+    parts = PrefillParts(chunk_tokens=16, background_tokens=8)
+    for name, priority in (("far", BACKGROUND - 1), ("near", BACKGROUND), ("live", 0)):
+        parts.ask(name, 6 if name == "near" else 20, priority)
+    admitted(parts)
+    assert parts.step() == {"live": list(range(16))}
+    assert parts.step() == {"live": [16, 17, 18, 19], "near": [0, 1, 2, 3, 4, 5]}, "less than a page is left"
+
+
+def test_steps_of_background_prompts_alone_are_short_as_somebody_may_come() -> None:
+    parts = PrefillParts(pages=128, chunk_tokens=64, shared_step_s=0.010)
+    parts.ask("batch", 200, BACKGROUND)
+    admitted(parts)
+    assert len(parts.step()["batch"]) == 64, "it isn't known what a token takes"
+    for tokens in (16, 32, 64, 48):
+        parts.cost.saw(tokens, 0, 0.002 + 0.0005 * tokens)
+    assert len(parts.step()["batch"]) == 16, "a little less than 20, which take 10 ms"
+    parts.ask("live", 100)
+    admitted(parts)
+    assert len(parts.step()["live"]) == 64
+
+
+def test_nobody_waits_for_pages_that_a_background_prompt_computes_but_another_one() -> None:
+    parts = PrefillParts(chunk_tokens=16)
+    batch = parts.ask("batch", 40, BACKGROUND)
+    admitted(parts)
+    parts.ask("live", 40, begins=batch.tokens[:32])
+    parts.ask("next", 40, BACKGROUND, begins=batch.tokens[:32])
+    assert admitted(parts) == [PrefillPhase.RUNNING, PrefillPhase.RUNNING, PrefillPhase.WAITING]

@@ -28,7 +28,7 @@ from twinpool.router.batch import batch_lines, batch_runner
 from twinpool.router.batch.batch_runner import BatchRun, BatchRunner
 from twinpool.router.batch.batch_store import BatchStore, StorageFull, StoredBatch
 from twinpool.router.openai.api_errors import Asleep, QueueFull
-from twinpool.router.service.admission import BodyBuffer, idle_capacity
+from twinpool.router.service.admission import SLOW_START_S, BodyBuffer, IdleCapacity
 from twinpool.router.service.open_answers import ClientRequest
 
 URL = "/v1/completions"
@@ -61,7 +61,10 @@ class Service:
         self.background_rows = 1
         workers = SimpleNamespace(needed=list(Role)[:2], roles=list(Role)[:2], served=ServedWeights())
         self.up = {Role.PREFILL: ["p"], Role.DECODE: ["d", "e"]}
-        records = {name: SimpleNamespace(record=SimpleNamespace(name=name)) for name in "pde"}
+        said = {"routers": 1, "running": 0, "waiting": 0, "background": 0}
+        records = {
+            name: SimpleNamespace(record=SimpleNamespace(name=name), status=SimpleNamespace(**said)) for name in "pde"
+        }
         self.core = SimpleNamespace(
             workers=workers, serving=lambda role: [records[name] for name in self.up.get(role, [])]
         )
@@ -293,7 +296,7 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
         service = made.service
 
         def idle() -> bool:
-            return idle_capacity(service)  # type: ignore[arg-type]
+            return IdleCapacity(service).requests(16) == 16  # type: ignore[arg-type]
 
         def owner(priority: int, **workers: str) -> None:
             named = {Role[role.upper()]: name for role, name in workers.items()}
@@ -324,6 +327,43 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
             assert idle(), "decode worker e runs none else"
             owner(0, prefill="p", decode="e")
             assert idle() == bool(rows)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_has_just_become_idle_counts_for_one_line_and_soon_for_twice_as_many(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as made:
+        service = made.service
+        service.background_rows = 0
+        idle = IdleCapacity(service)  # type: ignore[arg-type]
+        routed = SimpleNamespace(priority=0, workers={Role.PREFILL: "p", Role.DECODE: "d"})
+        service.answers.owners[0] = (None, SimpleNamespace(request=routed))
+        assert idle.requests(16) == 16, "e was never seen busy"
+        routed.workers[Role.DECODE] = "e"
+        assert idle.requests(16) == 1, "d has just become idle"
+        service.answers.owners.clear()
+        counts = []
+        for _ in range(4):
+            counts.append(idle.requests(16))
+            service.clock.advance(SLOW_START_S)
+        assert counts == [2, 4, 8, 16], "two of them, each for 1, 2, 4, 8"
+        assert idle.requests(10) == 10
+
+
+@pytest.mark.asyncio
+async def test_a_worker_is_not_idle_while_another_router_has_requests_there_that_are_no_lines(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        service = made.service
+        service.background_rows, service.up[Role.DECODE] = 0, ["d"]
+        idle = IdleCapacity(service)  # type: ignore[arg-type]
+        (status,) = (entry.status for entry in service.core.serving(Role.DECODE))
+        for routers, running, waiting, background, expected in (
+            (2, 3, 1, 4, True), (2, 3, 2, 4, False), (2, 1, 0, 0, False), (2, 0, 1, 0, False), (1, 3, 2, 4, True),
+        ):  # fmt: skip
+            service.clock.advance(20 * SLOW_START_S)
+            status.routers, status.running, status.waiting, status.background = routers, running, waiting, background
+            assert (idle.requests(16) == 16) == expected, (routers, running, waiting, background)
 
 
 @pytest.mark.asyncio

@@ -34,7 +34,7 @@ from twinpool.contracts.key_file import ApiKey, KeyFile, digest_of, write_key_fi
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.batch import batch_runner
 from twinpool.router.batch.batch_store import BatchPlace, BatchStore, StorageFull, StoredBatch
-from twinpool.router.service.admission import idle_capacity
+from twinpool.router.service.admission import IdleCapacity
 
 URL: Literal["/v1/completions"] = "/v1/completions"
 QUICK = {"sync_s": 0.01}
@@ -473,7 +473,7 @@ def test_lines_are_background_unmetered_and_begin_only_while_a_decode_worker_run
             batch = submit(client, [line(number) for number in range(20)])
             runner = runner_of(server)
             server.wait_until(lambda: any(run.begun for run in runner.runs.values()))
-            assert not server.call(lambda: idle_capacity(server.service))
+            assert server.call(lambda: IdleCapacity(server.service).requests(16)) == 0
             assert runner.asking == 0
             server.resume()
             answer.read()
