@@ -466,8 +466,7 @@ class BatchRunner:
             for run in self.runs.values():
                 under_way[run.batch.tenant] += len(run.asking)
             run = min(runs, key=lambda one: (under_way[one.batch.tenant], len(one.asking)))
-            number = run.due(free)
-            if number is None:
+            if (number := run.due(free)) is None:
                 runs.remove(run)
                 continue
             run.ask(number)
@@ -497,6 +496,4 @@ class BatchRunner:
             batches.add_metric([str(state)], states[state])
         yield batches
         waiting = sum(bool(run.full_until) for run in self.runs.values())
-        yield GaugeMetricFamily(
-            "twinpool_batches_without_disk", "Batches that wait for room on the disk", value=waiting
-        )
+        yield GaugeMetricFamily("twinpool_batches_without_disk", "Batches that wait for room on disk", value=waiting)
