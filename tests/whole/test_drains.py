@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from bench.serving import drain_cost as drain
+from tests.support import drained_streams
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.served_cluster import Answer, Serving, serving, until
 
@@ -94,8 +95,8 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
     out = tmp_path / "drain.json"
     flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "400", "--victim", "decode-1"]
     flags += ["--after-tokens", "10", "--json", str(out)]
-    monkeypatch.setattr(drain, "LOW", 0)
-    monkeypatch.setattr(drain, "HIGH", 300)
+    monkeypatch.setattr(drained_streams, "LOW", 0)
+    monkeypatch.setattr(drained_streams, "HIGH", 300)
     assert drain.main(["--url", scene.serving.url, *flags]) == 0
     figures: dict[str, Any] = json.loads(out.read_text())["figures"]
     print(figures)
