@@ -9,13 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twinpool.cli.operator.push_weights import push_weights
     from twinpool.cluster.serve.offline_llm import LLM
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "push_weights"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is asked for: commands don't pay for it."""
+    """Import what is asked for then: commands don't pay for it."""
+    if name == "push_weights":
+        from twinpool.cli.operator.push_weights import push_weights
+
+        return push_weights
     if name == "LLM":
         from twinpool.cluster.serve.offline_llm import LLM
 

@@ -116,6 +116,8 @@ class WeightsChanges:
             raise ConfigError("the checkpoint's weights are what is served")
         if change.version and change.version == self._served.weights.version:
             raise ConfigError(f"version {change.version} is what is served: a version names one set of weights")
+        if change.onto not in (None, self._served.weights.number):
+            raise ConfigError("the weights have changed since a part of them was taken into these: push them again")
         serving = _serving(self._table)
         if not serving:
             raise ConfigError("no worker serves that could read the weights: wait until some do")

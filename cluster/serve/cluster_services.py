@@ -23,6 +23,7 @@ from twinpool.cluster.serve.rolling_services import ControllerServices, LocalCon
 from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices, RoutersPlan
 from twinpool.cluster.serve.service import ROUTER, STOP_S, PartFailed, Service, ServiceContext
 from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.pushed_weights import remove_all
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.setting_effects import routers_digest
@@ -110,6 +111,7 @@ class ClusterServices:
     def start(self) -> None:
         """Start all services, or take over those that run."""
         prepared = self._prepared
+        self._context.stack.callback(remove_all, prepared.config.engine.weight_roots)  # After all that could need them.
         self._write_settings()
         environment = {**self._environment, **self._ledger_secret}
         if self._state is None or not self._state.begun:

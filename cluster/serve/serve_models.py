@@ -50,6 +50,7 @@ from twinpool.cluster.serve.service import ROUTER, PartFailed, Service, ServiceC
 from twinpool.cluster.serve.shutdown_signal import END_S, ShutdownSignal, StartStopped, run_until_asked, signals_of
 from twinpool.cluster.serve.terminal import Terminal, curl_line, in_terminal, url_of
 from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.pushed_weights import remove_all
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig
@@ -275,6 +276,8 @@ class ServeModels:
         self._context = ServiceContext(
             logs, config, self._clock, self._terminal.line, self._words, self._folder.owns, state, stack
         )
+        for one in plan.configs.values():
+            stack.callback(remove_all, one.engine.weight_roots)  # After the routers, which hold them.
         environment = dict(os.environ) | self._secrets | self._cluster_secret()
         self._clusters = ModelClusters(plan, self._folder, self._context, state)
         self._models = self._clusters.services

@@ -8,8 +8,9 @@ is found by reading a few kilobytes.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -22,7 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000
 _SAMPLE_BYTES = 4096
 
@@ -155,16 +156,22 @@ def read_file_headers(path: Path) -> dict[str, TensorHeader]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            head = file.read(_LENGTH_BYTES)
-            length = struct.unpack("<Q", head)[0] if len(head) == _LENGTH_BYTES else 0
-            if not 2 <= length <= min(_HEADER_LIMIT, max(size - _LENGTH_BYTES, 0)):
+            head = file.read(LENGTH_BYTES)
+            length = struct.unpack("<Q", head)[0] if len(head) == LENGTH_BYTES else 0
+            if not 2 <= length <= min(_HEADER_LIMIT, max(size - LENGTH_BYTES, 0)):
                 raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes hold no whole header")
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return parse_header(path, raw, size)
+
+
+def parse_header(path: Path, raw: bytes, size: int | None = None) -> dict[str, TensorHeader]:
+    """Return the headers of a file's tensors, by name, of its JSON header. `size`: bytes that the file has; None: it
+    has yet to come. Raises `CheckpointError` for a malformed header, or a truncated file."""
     try:
         header = outside_data.read_json(raw)
-        start = _LENGTH_BYTES + length
+        start = LENGTH_BYTES + len(raw)
         out = {
             name: TensorHeader(
                 path,
@@ -182,10 +189,21 @@ def read_file_headers(path: Path) -> dict[str, TensorHeader]:
     return out
 
 
-def _check_ranges(path: Path, start: int, size: int, headers: Mapping[str, TensorHeader]) -> None:
+def file_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return the first bytes of a file that has these tensors one after the other, each given by name, dtype by the
+    format's name, shape and bytes. They are a multiple of eight, so that tensors lie where they can be mapped."""
+    entries, at = dict[str, object](), 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at := at + nbytes]}
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % LENGTH_BYTES)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _check_ranges(path: Path, start: int, size: int | None, headers: Mapping[str, TensorHeader]) -> None:
     """`start`: where the tensors' bytes begin in the file, of `size` bytes."""
     needed = max((h.end for h in headers.values()), default=0)
-    if needed > size:
+    if size is not None and needed > size:
         raise CheckpointError(f"{path} is truncated: it has {size} bytes and its header describes {needed}")
     for name, header in headers.items():
         if not start <= header.begin <= header.end:
@@ -213,8 +231,9 @@ def weights_folder(path: str, roots: str) -> Path:
     return folder
 
 
-def check_alike(folder: Path, found: Mapping[str, TensorHeader], wanted: Mapping[str, TensorHeader]) -> None:
-    """Refuse tensors that aren't those of the checkpoint in name, shape and dtype, naming the first."""
+def check_alike(folder: Path | str, found: Mapping[str, TensorHeader], wanted: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors that aren't those of the checkpoint in name, shape and dtype, naming the first. `folder`: where
+    they are, in words."""
     for name, header in wanted.items():
         other = found.get(name)
         if other is None:

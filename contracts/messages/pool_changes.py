@@ -108,6 +108,8 @@ class UpdateWeights(Message, frozen=True, tag="update_weights"):
     """Whether workers change one after the other."""
     wait_s: Finite = 0.0
     """As `ServedWeights.wait_s`."""
+    onto: Uint32 | None = None
+    """The number of the weights of which a part stays in these; None: none does."""
 
 
 class FlushCaches(Message, frozen=True, tag="flush"):

@@ -8,6 +8,8 @@ Adapters are loaded and dropped by vLLM's paths, which only operators may use he
 Weights change while the cluster serves, to those of a folder below `engine.weight_roots`:
 
     POST /v1/weights    path, and version, rolling, wait_s, wait; GET tells which are served, and how far a change is
+    POST /v1/weights/push    a safetensors file as the body, which is kept in memory; the rest in the query, and partial
+                        where tensors that are missing stay as they are
     POST /v1/weights/revert    the way back to the checkpoint that the cluster was started with: rolling, wait_s, wait
     POST /v1/flush      let nothing that was computed so far be found any more, on any tier: wait_s, wait
     POST /v1/pause      have workers make no steps and keep all requests, from the end of the step under way on
@@ -23,32 +25,45 @@ run may go on as they are; then they begin anew, those of which something was to
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.pushed_weights import IncomingWeights
 from twinpool.contracts.checkpoint.safetensors_headers import weights_folder
-from twinpool.contracts.errors import CheckpointError, RequestError
-from twinpool.contracts.message_types import NAME_CHARS, as_dict
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.message_types import NAME_CHARS
 from twinpool.contracts.messages.pool_changes import (
-    ChangedWorkers,
     FlushCaches,
     LoadAdapter,
-    OperatorChange,
     PauseCluster,
     SleepCluster,
     UnloadAdapter,
-    UpdateWeights,
 )
 from twinpool.contracts.outside_data import read_json
-from twinpool.router.api.admin_status import STATUS_DEADLINE_S, unknown_as_yet
+from twinpool.router.api.admin_status import unknown_as_yet
 from twinpool.router.api.http_exchange import HttpExchange
+from twinpool.router.api.serving_changes import (
+    WAIT_S,
+    bad_change,
+    changed,
+    conflict,
+    make_change,
+    order_pushed,
+    shown,
+    weights_change,
+)
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.parse_request import sampling_defaults
 from twinpool.router.openai.request_fields import BOOLEAN, INTEGER, TEXT, Schema, object_of, or_null
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.worker_table import GONE, weights_version
+from twinpool.router.state.worker_table import weights_version
 
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
 """An endpoint: it answers the exchange."""
@@ -67,20 +82,20 @@ async def load_adapter(service: RouterService, exchange: HttpExchange) -> None:
         return
     name, settings = asked["lora_name"], service.adapter_settings
     if name in service.spec.names:
-        return await exchange.fail(_conflict(f"{name} is the model's own name"))
+        return await exchange.fail(conflict(f"{name} is the model's own name"))
     try:
         adapter = await asyncio.to_thread(adapter_ref, name, asked["lora_path"], settings.allowed, settings.max_rank)
     except CheckpointError as error:
-        return await exchange.fail(_conflict(str(error)))
+        return await exchange.fail(conflict(str(error)))
     change = LoadAdapter(adapter, replace=asked.get("load_inplace", False))
-    if await _changed(service, exchange, change) is not None:
+    if await changed(service, exchange, change) is not None:
         await exchange.answer_json(200, {"lora_name": name, "digest": adapter.digest})
 
 
 async def unload_adapter(service: RouterService, exchange: HttpExchange) -> None:
     """Serve an adapter no more: ``lora_name``. Requests that have it go on with it."""
     asked = await _adapter_body(service, exchange, "lora_name")
-    if asked is None or await _changed(service, exchange, UnloadAdapter(asked["lora_name"][:NAME_CHARS])) is None:
+    if asked is None or await changed(service, exchange, UnloadAdapter(asked["lora_name"][:NAME_CHARS])) is None:
         return
     await exchange.answer_json(200, asked)
 
@@ -88,22 +103,18 @@ async def unload_adapter(service: RouterService, exchange: HttpExchange) -> None
 # ---------------------------------------------------------------- weights, caches, pauses, sleep
 
 _SERVING_FIELDS: dict[str, type | tuple[type, ...]] = {
-    **{"path": str, "version": str, "rolling": bool, "wait": bool, "level": int},
+    **{"path": str, "version": str, "rolling": bool, "wait": bool, "level": int, "partial": bool},
     "wait_s": (int, float),
 }
-WAIT_S, ROLLING_WAIT_S, MAX_WAIT_S = 30.0, 600.0, 86_400.0
-"""Seconds that requests have to end as they are: where all workers change at once, one after the other, at most."""
-THROUGH_S = 3600.0
-"""Seconds after which an answer that waits for a change to be through says how far it is."""
-LOOK_S = 0.05
-_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,126}")
+PIECE_BYTES = 4 << 20
+"""Of pushed weights what a thread is given at a time."""
 
 
 async def weights(service: RouterService, exchange: HttpExchange) -> None:
     """Answer with what is served, and how far a change is."""
     if failure := unknown_as_yet(service):
         return await exchange.fail(failure)
-    await exchange.answer_json(200, _shown(service))
+    await exchange.answer_json(200, shown(service))
 
 
 async def update_weights(service: RouterService, exchange: HttpExchange) -> None:
@@ -111,49 +122,128 @@ async def update_weights(service: RouterService, exchange: HttpExchange) -> None
     workers can read; ``version`` names them in answers, else their digest does. All workers change as soon as their
     requests have ended, or with ``rolling`` one after the other. Answers 409 with the reason where nothing was
     changed."""
-    if (asked := await _body(service, exchange, "path", "version rolling wait_s wait")) is None:
+    if (asked := await _body(service, exchange, "path", "version rolling wait_s wait partial")) is None:
         return
-    version = asked.get("version", "")
-    if version and not _VERSION.fullmatch(version):
-        message = "a version has 1 to 127 letters, digits and any of ._:/+@-, a letter or digit first"
-        return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "version"))
+    if failure := bad_change(service, asked):
+        return await exchange.fail(failure)
+    pushed = service.controller.pushed
     try:
         path = await asyncio.to_thread(weights_folder, asked["path"], service.weight_roots)
+        if len(str(path)) > NAME_CHARS:
+            raise CheckpointError(f"the folder's path has more than {NAME_CHARS} characters")
+        if path in pushed:
+            await asyncio.to_thread(pushed.take, path)
+        elif asked.get("partial"):
+            raise CheckpointError("partial is for weights that are pushed: put all tensors into the folder")
     except CheckpointError as error:
-        return await exchange.fail(_conflict(str(error)))
-    if len(str(path)) > NAME_CHARS:
-        return await exchange.fail(_conflict(f"the folder's path has more than {NAME_CHARS} characters"))
-    await _make(service, exchange, _update(str(path), version, asked), asked)
+        return await exchange.fail(conflict(str(error)))
+    if path in pushed:
+        return await order_pushed(service, exchange, path, asked)
+    await make_change(service, exchange, weights_change(str(path), asked.get("version", ""), asked), asked)
+
+
+async def push_weights(service: RouterService, exchange: HttpExchange) -> None:
+    """Change the weights to the tensors of the safetensors file that the body is, which is kept in memory below the
+    first of `engine.weight_roots` for as long as a worker may read it. The query has ``version``, ``rolling``,
+    ``wait_s`` and ``wait``, as `update_weights` takes them, and ``partial``: tensors that the file lacks stay as they
+    are. A header Content-Digest (RFC 9530) with its SHA-256 is compared. Answers 409 with the reason where nothing was
+    changed."""
+    asked = _asked_in_query(exchange)
+    if isinstance(asked, ApiError):
+        return await exchange.refuse_body(asked)
+    if failure := bad_change(service, asked) or _no_push(service):
+        return await exchange.refuse_body(failure)
+    pushed = service.controller.pushed
+    pushed.receiving = True
+    try:
+        folder, held = await _receive(service, exchange, partial=asked.get("partial", False))
+        await asyncio.to_thread(pushed.take, folder, held)
+    except CheckpointError as error:
+        return await (exchange.fail if exchange.body_done else exchange.refuse_body)(conflict(str(error)))
+    finally:
+        pushed.receiving = False
+    await order_pushed(service, exchange, folder, asked)
+
+
+def _no_push(service: RouterService) -> ApiError | None:
+    """Why weights can't be pushed now, before any of them has come."""
+    pushed, served = service.controller.pushed, service.core.workers.served
+    if pushed.root is None:
+        return conflict("weights are pushed to a folder in memory: the operator sets engine.weight_roots")
+    if is_gguf(service.spec.path):
+        return conflict(f"{service.spec.path.name} is a GGUF file, whose weights can't be changed while it is served")
+    if pushed.receiving:
+        return conflict("weights are being pushed already; wait for their end")
+    if served.pending is not None or served.asleep:
+        return conflict("a change is being prepared; wait for its end" if served.pending else "the cluster sleeps")
+    return None
+
+
+def _asked_in_query(exchange: HttpExchange) -> dict[str, Any] | ApiError:
+    """What the query of a push asks for, as a body of `update_weights` would; the model is another's to read."""
+    asked: dict[str, Any] = {}
+    for key, text in parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True):
+        if key in ("rolling", "wait", "partial") and text in ("true", "false"):
+            asked[key] = text == "true"
+        elif key == "wait_s" and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+            asked[key] = float(text)
+        elif key == "version":
+            asked[key] = text
+        elif key != "model":
+            message = "the query takes version, wait_s in seconds, and rolling, wait and partial: true or false"
+            return ApiError(400, message, "invalid_request_error", "invalid", key[:64])
+    return asked
+
+
+async def _receive(service: RouterService, exchange: HttpExchange, *, partial: bool) -> tuple[Path, int]:
+    """The folder of the file that the body is, once all of it is there and right, and the descriptor that holds it."""
+    said, digest = exchange.header(b"content-digest"), None
+    if said:
+        try:
+            digest = base64.b64decode(said.removeprefix("sha-256=:").removesuffix(":"), validate=True)
+        except (binascii.Error, ValueError):
+            digest = b""
+        if not said.startswith("sha-256=:") or len(digest) != 32:
+            raise CheckpointError("Content-Digest is sha-256=:BASE64:, of the body's 32 bytes of SHA-256")
+    root, wanted = service.controller.pushed.root, service.spec.headers
+    assert root is not None
+    incoming = await asyncio.to_thread(lambda: IncomingWeights(root, wanted, partial=partial))
+    try:
+        piece = bytearray()
+        async for part in exchange.pieces(IncomingWeights.most(wanted)):
+            piece += part
+            if len(piece) >= PIECE_BYTES:
+                await asyncio.to_thread(incoming.feed, bytes(piece))
+                piece.clear()
+        await asyncio.to_thread(incoming.feed, bytes(piece))
+        return await asyncio.to_thread(incoming.finish, digest)
+    finally:
+        incoming.close()
 
 
 async def revert_weights(service: RouterService, exchange: HttpExchange) -> None:
     """Change the weights back to the checkpoint's, with which the cluster was started; otherwise as `update_weights`,
     whichever folder `engine.weight_roots` allows."""
     if (asked := await _body(service, exchange, "", "rolling wait_s wait")) is not None:
-        await _make(service, exchange, _update("", "", asked), asked)
-
-
-def _update(path: str, version: str, asked: Mapping[str, Any]) -> UpdateWeights:
-    rolling = asked.get("rolling", False)
-    return UpdateWeights(path, version, rolling, asked.get("wait_s", ROLLING_WAIT_S if rolling else WAIT_S))
+        await make_change(service, exchange, weights_change("", "", asked), asked)
 
 
 async def flush(service: RouterService, exchange: HttpExchange) -> None:
     """Let nothing that was computed so far be found any more: workers go on with the same weights and empty caches."""
     if (asked := await _body(service, exchange, "", "wait_s wait")) is not None:
-        await _make(service, exchange, FlushCaches(asked.get("wait_s", WAIT_S)), asked)
+        await make_change(service, exchange, FlushCaches(asked.get("wait_s", WAIT_S)), asked)
 
 
 async def pause(service: RouterService, exchange: HttpExchange) -> None:
     """Have workers make no steps, and keep what they have."""
     if (asked := await _body(service, exchange, "", "wait")) is not None:
-        await _make(service, exchange, PauseCluster(), asked)
+        await make_change(service, exchange, PauseCluster(), asked)
 
 
 async def resume(service: RouterService, exchange: HttpExchange) -> None:
     """Have workers go on that were paused."""
     if (asked := await _body(service, exchange, "", "wait")) is not None:
-        await _make(service, exchange, PauseCluster(paused=False), asked)
+        await make_change(service, exchange, PauseCluster(paused=False), asked)
 
 
 async def sleep(service: RouterService, exchange: HttpExchange) -> None:
@@ -164,83 +254,13 @@ async def sleep(service: RouterService, exchange: HttpExchange) -> None:
     if level not in (1, 2):
         message = "a level of sleep is 1 or 2; POST /v1/wake wakes"
         return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "level"))
-    await _make(service, exchange, SleepCluster(level, asked.get("wait_s", WAIT_S)), asked)
+    await make_change(service, exchange, SleepCluster(level, asked.get("wait_s", WAIT_S)), asked)
 
 
 async def wake(service: RouterService, exchange: HttpExchange) -> None:
     """Have workers started again that left to sleep."""
     if (asked := await _body(service, exchange, "", "wait")) is not None:
-        await _make(service, exchange, SleepCluster(0), asked)
-
-
-async def _make(service: RouterService, exchange: HttpExchange, change: OperatorChange, asked: dict[str, Any]) -> None:
-    """Have the controller make a change, wait until it is through where that is asked for, and answer how it went."""
-    if failure := unknown_as_yet(service):
-        return await exchange.fail(failure)
-    wait_s = asked.get("wait_s", 0.0)
-    if not 0 <= wait_s <= MAX_WAIT_S:
-        message = f"wait_s is a number of seconds, 0 to {MAX_WAIT_S:g}"
-        return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "wait_s"))
-    made = await _changed(service, exchange, change)
-    if made is None:
-        return
-    through = asked.get("wait", True) and await _reached(exchange, lambda: _is_through(service, change, made.number))
-    failed = service.core.workers.served.failed
-    if through and failed and isinstance(change, UpdateWeights) and not _took(service, made.number):
-        return await exchange.fail(_conflict(f"the weights stay as they are: {failed}"))
-    await exchange.answer_json(200 if through else 202, _shown(service))
-
-
-async def _reached(exchange: HttpExchange, reached: Callable[[], bool]) -> bool:
-    """Wait until something is so, or the client has left, for `THROUGH_S` at most; returns whether it is so."""
-    gone = asyncio.Event()
-    exchange.on_gone(gone.set)
-    try:
-        async with asyncio.timeout(THROUGH_S):
-            while not (done := reached()) and not gone.is_set():
-                await asyncio.sleep(LOOK_S)
-            return done
-    except TimeoutError:
-        return False
-
-
-def _took(service: RouterService, number: int) -> bool:
-    """Whether the change of this number, or a later one, is what is served."""
-    return service.core.workers.served.weights.number >= number
-
-
-def _is_through(service: RouterService, change: OperatorChange, number: int) -> bool:
-    """Whether all workers have followed, as far as this router knows, or the change was given up."""
-    served, table = service.core.workers.served, service.core.workers
-    alive = [entry for entry in table if entry.status.state not in GONE]
-    match change:
-        case SleepCluster(level=level) if level:
-            return served.asleep == level and not alive
-        case PauseCluster(paused=paused):
-            return served.paused == paused and all(entry.status.paused == paused for entry in alive)
-        case SleepCluster():
-            return not served.asleep and all(service.core.serving(role) for role in table.needed)
-        case _ if served.tried < number or served.pending is not None:
-            return False
-        case _ if not _took(service, number):
-            return bool(served.failed)
-    current = [entry for entry in alive if entry.record.weights_number == served.weights.number]
-    return not served.behind and len(current) == len(alive) and all(service.core.serving(role) for role in table.needed)
-
-
-def _shown(service: RouterService) -> dict[str, Any]:
-    served = service.core.workers.served
-    workers = [
-        {
-            "name": entry.record.name,
-            "state": entry.status.state,
-            "weights_version": entry.record.weights_version,
-            "prepared": bool(served.pending and entry.status.prepared == served.pending.number),
-            "paused": entry.status.paused,
-        }
-        for entry in service.core.workers
-    ]
-    return {"weights_version": weights_version(service.core.workers), **as_dict(served), "workers": workers}
+        await make_change(service, exchange, SleepCluster(0), asked)
 
 
 # ---------------------------------------------------------------- what both have in common
@@ -279,23 +299,6 @@ async def _body(
 
 def _is_a(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and (isinstance(value, bool) <= (kind is bool))
-
-
-async def _changed(service: RouterService, exchange: HttpExchange, change: OperatorChange) -> ChangedWorkers | None:
-    """What the controller answers to a change; None where it was answered with an error."""
-    try:
-        async with asyncio.timeout(STATUS_DEADLINE_S + 4.0):
-            return await service.worker_links.directory.change_pools(change)
-    except RequestError as error:
-        await exchange.fail(_conflict(str(error)))
-    except (OSError, TimeoutError) as error:
-        reason = str(error) or "no answer in time"
-        await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
-    return None
-
-
-def _conflict(message: str) -> ApiError:
-    return ApiError(409, message, "invalid_request_error", "conflict")
 
 
 # ---------------------------------------------------------------- what is said of them
@@ -379,7 +382,10 @@ MODEL_SCHEMA: Schema = object_of(
 SERVED_BODIES: dict[str, Schema] = {
     "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
     "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
-    "/v1/weights": object_of("path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/weights": object_of(
+        "path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN, partial=BOOLEAN
+    ),
+    "/v1/weights/push": {"type": "string", "contentMediaType": "application/octet-stream"},
     "/v1/weights/revert": object_of("", rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
     "/v1/flush": object_of("", wait_s=_NUMBER, wait=BOOLEAN),
     "/v1/sleep": object_of("", level={"enum": [1, 2]}, wait_s=_NUMBER, wait=BOOLEAN),
@@ -392,6 +398,7 @@ SERVED_PATHS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/v1/load_lora_adapter": ("Serve an adapter from a folder below adapters.roots", "post", (200,)),
     "/v1/unload_lora_adapter": ("Serve an adapter no more", "post", (200,)),
     "/v1/weights": ("The weights that are served; change them", "get post", _WAITED),
+    "/v1/weights/push": ("Change the weights to those of the body, a safetensors file", "post", _WAITED),
     "/v1/weights/revert": ("Change back to the checkpoint's weights", "post", _WAITED),
     "/v1/flush": ("Empty all prefix caches", "post", _WAITED),
     "/v1/pause": ("Stop all steps at their edge", "post", _WAITED),
@@ -405,6 +412,7 @@ SERVED_ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/load_lora_adapter": {"POST": load_adapter},
     "/v1/unload_lora_adapter": {"POST": unload_adapter},
     "/v1/weights": {"GET": weights, "POST": update_weights},
+    "/v1/weights/push": {"POST": push_weights},
     "/v1/weights/revert": {"POST": revert_weights},
     "/v1/flush": {"POST": flush},
     "/v1/pause": {"POST": pause},

@@ -473,7 +473,8 @@ def _operation(path: str, endpoint: _Endpoint) -> dict[str, Any]:
     if parameters := [*named, *asked, *(_HEADERS if endpoint.errors is GENERATION else ())]:
         said["parameters"] = parameters
     if path in BODIES:
-        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
+        kind = BODIES[path].get("contentMediaType", "application/json")
+        said["requestBody"] = {"required": True, "content": {kind: {"schema": BODIES[path]}}}
     return said
 
 

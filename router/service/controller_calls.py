@@ -15,6 +15,7 @@ from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.pushed_weights import PushedFolders
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.compact_json import sse_event
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
@@ -364,6 +365,9 @@ class ControllerCalls:
         clock: Clock,
     ) -> None:
         """`mint` names this start of the router in each kind of call. Metrics get their sources."""
+        self._core, self._reachable = core, ports.reachable
+        self.pushed = PushedFolders(config.engine.weight_roots, clock)
+        """The weights that were pushed to the cluster."""
         self.control_plane = ports.control_plane
         self.quotas = QuotaLeases(accounts, ports.lessor, mint(), clock) if ports.lessor is not None else None
         """None: tenants' limits are this router's alone."""
@@ -389,8 +393,13 @@ class ControllerCalls:
         for calls in (self.quotas, *self._reported()):
             if calls is not None:
                 calls.tick()
+        served = self._core.workers.served
+        used = [one.path for one in (served.weights, served.pending) if one is not None and one.path]
+        known = self._reachable is not None and self._reachable()
+        self.pushed.tend(used, served.tried, settled=known and not served.behind)
 
     def close(self) -> None:
+        self.pushed.close()
         for calls in (self.quotas, *self._reported(), self.dashboard):
             if calls is not None:
                 calls.close()

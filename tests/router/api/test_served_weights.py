@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from twinpool.contracts.checkpoint.pushed_weights import PushedFolders
+from twinpool.contracts.checkpoint.safetensors_headers import file_header, read_file_headers
+from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.pool_changes import (
@@ -27,7 +30,7 @@ from twinpool.contracts.messages.pool_changes import (
     UpdateWeights,
 )
 from twinpool.contracts.sampling_params import AdapterRef, WeightsVersion
-from twinpool.router.api import admin_models
+from twinpool.router.api import admin_models, serving_changes
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.service.admission import BodyBuffer
 
@@ -53,6 +56,8 @@ class Cluster:
             core=SimpleNamespace(workers=self, serving=lambda role: [role] * self.serves),
             buffer=BodyBuffer(1 << 20),
             weight_roots=str(root),
+            controller=SimpleNamespace(pushed=PushedFolders(str(root), ManualClock())),
+            spec=SimpleNamespace(headers={}, path=root),
         )
 
     def __iter__(self) -> Iterator[Worker]:
@@ -106,7 +111,7 @@ class Call:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(admin_models, "LOOK_S", 0.0)
+    monkeypatch.setattr(serving_changes, "LOOK_S", 0.0)
     (tmp_path / "new").mkdir()
     return Cluster(tmp_path)
 
@@ -287,7 +292,7 @@ async def test_who_leaves_or_has_waited_for_too_long_is_told_how_far_it_is(
     assert await call.waits()
     call.gone.set()
     assert (await call.answer())[0] == 202
-    monkeypatch.setattr(admin_models, "THROUGH_S", 0.0)
+    monkeypatch.setattr(serving_changes, "THROUGH_S", 0.0)
     assert (await Call(cluster, admin_models.flush).answer())[0] == 202
 
 
@@ -353,3 +358,29 @@ async def test_adapters_are_asked_of_the_controller_by_their_digest(
     assert set(looked) == {("mine", "/a", "/roots", 8), ("mine", "/broken", "/roots", 8)}
     cluster.answer = RequestError("another adapter is served as mine")
     assert (await Call(cluster, load, mine).answer())[0] == 409
+
+
+@pytest.mark.asyncio
+async def test_pushed_weights_go_where_their_change_is_refused_and_stay_where_it_may_have_been_made(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(file_header([("a", "F32", (2,), 8)]) + bytes(8))
+    cluster.service.spec.headers = read_file_headers(file)
+    for answer, status, stays in (
+        (RequestError("not now"), 409, False),
+        (OSError("refused"), 503, True),
+        (ChangedWorkers(number=1), 202, True),
+    ):
+        cluster.answer, folder = answer, tmp_path / f"pushed-{status}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(file.read_bytes())
+        asked = {"path": str(folder), "wait": False}
+        assert (await Call(cluster, admin_models.update_weights, asked).answer())[0] == status
+        assert folder.exists() == stays
+    cluster.asked.clear()
+    gone = {"path": str(tmp_path / "pushed-409")}
+    assert (await Call(cluster, admin_models.update_weights, gone).answer())[0] == 409
+    partial = {"path": str(tmp_path / "new"), "partial": True}
+    assert (await Call(cluster, admin_models.update_weights, partial).answer())[0] == 409
+    assert cluster.asked == [], "nothing is ordered"
