@@ -36,6 +36,12 @@ FACES = (
         "`from twinpool import LLM` is the same class ([how to use it](using.md#without-a-server)).",
     ),
     Face(
+        "twinpool.cli.operator.push_weights",
+        "Weights of a trainer",
+        "`from twinpool import push_weights` is the same function "
+        "([what becomes of them](operating/upgrade.md#weights-that-are-pushed)).",
+    ),
+    Face(
         "twinpool.cache.storage",
         "Storage backends",
         "A package adds a backend by an entry point of the group `twinpool.storage`, a function from `StorageConfig` "
