@@ -83,7 +83,7 @@ def push_weights(
     asked = {"version": version, "partial": partial, "rolling": rolling, "wait": wait}
     said = {key: value for key, value in asked.items() if value or key == "wait"}
     said |= {} if wait_s is None else {"wait_s": wait_s}
-    connection = _Connection(url, api_key, ca, timeout_s)
+    connection = _PushConnection(url, api_key, ca, timeout_s)
     try:
         if not root:
             return connection.send_file(file, said, model)
@@ -123,7 +123,7 @@ class _File:
                 yield whole[at : at + _PIECE]
 
 
-class _Connection:
+class _PushConnection:
     """The connection to a router by which weights are pushed."""
 
     def __init__(self, url: str, api_key: str, ca: str, timeout_s: float) -> None:
@@ -193,7 +193,9 @@ def _named(model: str) -> dict[str, object]:
     return {"model": model} if model else {}
 
 
-def _share(connection: _Connection, file: _File, root: Path, said: Mapping[str, object], model: str) -> dict[str, Any]:
+def _share(
+    connection: _PushConnection, file: _File, root: Path, said: Mapping[str, object], model: str
+) -> dict[str, Any]:
     """Write a file into memory that the cluster shares, and have it change to that."""
     with PushedFile(root) as written:
         written.reserve(file.nbytes)
