@@ -44,8 +44,8 @@ from twinpool.router.api.app import (
     stranger_refusal_of,
 )
 from twinpool.router.api.batch_endpoints import BatchEndpoints
-from twinpool.router.api.front_page import PATH as FRONT
-from twinpool.router.api.front_page import describe, show_front
+from twinpool.router.api.dashboard.front_page import PATH as FRONT
+from twinpool.router.api.dashboard.front_page import describe, show_front
 from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.batch.batch_lines import MODEL_OF, NO_OBJECT
 from twinpool.router.batch.batch_runner import BatchRunner

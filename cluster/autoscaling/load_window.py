@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_report import LatencyCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import (
+from twinpool.contracts.messages.router_report import (
     AutoscalerView,
     LatencyCounts,
     LatencyTarget,

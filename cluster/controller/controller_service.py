@@ -28,7 +28,6 @@ from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from twinpool.cluster.dashboard.cluster_frames import EventKind
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyReport
 from twinpool.contracts.messages.calls import (
     CHANGE_POOLS,
     CHANGE_SETTINGS,
@@ -48,7 +47,7 @@ from twinpool.contracts.messages.calls import (
     Empty,
 )
 from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, RecordAsk, WatchRequest
-from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, Renewal
+from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, QuotaClaims, QuotaSlices, Renewal
 from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     ChangedWorkers,
@@ -59,10 +58,11 @@ from twinpool.contracts.messages.pool_changes import (
     SettingsChange,
     UndrainWorkers,
 )
-from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
 from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RecordQuery, RecordReport
 from twinpool.contracts.messages.router_report import (
+    AutoscalerView,
     DashboardFrame,
+    LatencyReport,
     RouterReport,
     RouterReportAnswer,
     RouterReportList,

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.leases import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.controller")

@@ -35,10 +35,9 @@ from twinpool.cluster.dashboard.frame_rows import (
 )
 from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.request_record import RequestRecord
-from twinpool.contracts.messages.router_report import RouterReport, percentile
+from twinpool.contracts.messages.router_report import AutoscalerView, LatencyTarget, RouterReport, percentile
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, DamageTotals
 
 KEPT = 200

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
 from twinpool.contracts.messages.request_record import RequestRecord
-from twinpool.contracts.messages.router_report import BUCKETS, COUNTERS, RouterReport, added, grown
+from twinpool.contracts.messages.router_report import BUCKETS, COUNTERS, AutoscalerView, RouterReport, added, grown
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
 
 LINK_BYTES = "link_bytes:"

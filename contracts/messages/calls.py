@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from twinpool.contracts.message_types import Message
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyReport
 from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
-from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, Renewal
+from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, QuotaClaims, QuotaSlices, Renewal
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
 from twinpool.contracts.messages.request_record import FoundRecords, RecordQuery, RecordReport
 from twinpool.contracts.messages.router_report import (
+    AutoscalerView,
     DashboardFrame,
+    LatencyReport,
     RouterReport,
     RouterReportAnswer,
     RouterReportList,

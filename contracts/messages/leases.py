@@ -1,15 +1,23 @@
-"""Workers' leases: registrations are `WorkerRecord`s, renewals go by calls or by frames, and grants answer both.
+"""What the controller leases: to workers their places, to routers slices of tenants' limits.
 
-A worker's lease stream begins with a `StreamOpening`; then each of its `Renewal`s is answered by a `LeaseGrant`. Until
-its first grant says where the stream is, and wherever it can't be opened, renewals go by calls.
+Workers' registrations are `WorkerRecord`s, renewals go by calls or by frames, and grants answer both. A worker's lease
+stream begins with a `StreamOpening`; then each of its `Renewal`s is answered by a `LeaseGrant`. Until its first grant
+says where the stream is, and wherever it can't be opened, renewals go by calls.
+
+A tenant's limit of a minute is a budget that fills within a minute. A router takes a slice of it, spends that without
+asking, and at its next claim says what it has used since its start and gives back the rest. Numbers that only grow can
+be said twice, so a claim whose answer was lost costs nothing.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec import Meta
+
 from twinpool.contracts.ids import Incarnation, WorkerName
-from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint64
+from twinpool.contracts.key_file import TENANT_CHARS
+from twinpool.contracts.message_types import NAME_CHARS, SOME, UNSIGNED, Finite, Int64, Message, Uint64
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerStatus
 from twinpool.contracts.sampling_params import WeightsVersion
 
@@ -23,6 +31,11 @@ UNREAD_BYTES = 64 * 1024
 that reads none."""
 GRANT_BYTES = 4 * 1024 * 1024
 """Bytes of the largest grant: it names the ended incarnations of all workers."""
+QUOTA_PARTS = 8
+"""A slice is this part of a limit."""
+MAX_CLAIMS = 1024
+"""Claims in one call."""
+Tenant = Annotated[str, Meta(max_length=TENANT_CHARS)]
 
 
 class Renewal(Message, frozen=True):
@@ -79,3 +92,57 @@ class LeaseGrant(Message, frozen=True):
     """Whether a worker that drains is to end what it still has: others begin it again, as far as they can."""
     paused: bool = False
     """Whether the worker is to make no step until it is told otherwise."""
+
+
+# ---------------------------------------------------------------- quotas
+
+
+def slice_of(limit: int) -> int:
+    """Return a slice of a limit: what a router takes at a time, and what it allows itself a minute while the controller
+    is away."""
+    return -(-limit // QUOTA_PARTS)
+
+
+class QuotaAmounts(Message, frozen=True):
+    """Amounts of each kind that a tenant's limits have."""
+
+    requests: Finite = 0.0
+    tokens: Finite = 0.0
+    """Of prompts and answers together."""
+    concurrent: Int64 = 0
+    """Answers in flight."""
+
+
+class QuotaClaim(Message, frozen=True):
+    """What one router wants of one tenant's limits."""
+
+    tenant: Tenant
+    limits: QuotaAmounts
+    """What the tenant may have a minute, and in flight; 0: no limit."""
+    used: QuotaAmounts
+    """Requests and tokens that the router has let through since its start."""
+    wanted: QuotaAmounts
+    """The slice that it wants now, in place of the one that it has; `concurrent` with what is in flight there."""
+
+
+class QuotaSlice(Message, frozen=True):
+    """What one router has of one tenant's limits from now on, in place of what it had."""
+
+    tenant: Tenant
+    granted: QuotaAmounts
+    left: QuotaAmounts
+    """What is left for others; below 0 where answers have overdrawn it."""
+
+
+class QuotaClaims(Message, frozen=True):
+    """What one router wants, in one call."""
+
+    router: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
+    """Names one start of the router."""
+    claims: Annotated[tuple[QuotaClaim, ...], Meta(max_length=MAX_CLAIMS)]
+
+
+class QuotaSlices(Message, frozen=True):
+    """What it gets, in the order of its claims."""
+
+    slices: Annotated[tuple[QuotaSlice, ...], Meta(max_length=MAX_CLAIMS)]

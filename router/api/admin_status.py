@@ -37,9 +37,8 @@ from msgspec.structs import replace
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Role
 from twinpool.contracts.message_types import as_dict
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
 from twinpool.contracts.messages.request_record import ID_CHARS, in_order
-from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.router_report import AutoscalerView, RouterReport
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError, ClientGone

@@ -16,8 +16,8 @@ from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
 from twinpool.router.api.admin_models import SERVED_ROUTES, Handler, health_of, health_problems, model_card
 from twinpool.router.api.batch_endpoints import PATHS, BatchEndpoints
-from twinpool.router.api.front_page import PATH as FRONT
-from twinpool.router.api.front_page import answer_front
+from twinpool.router.api.dashboard.front_page import PATH as FRONT
+from twinpool.router.api.dashboard.front_page import answer_front
 from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.api.http_protocol import OPEN_PATHS
 from twinpool.router.api.openapi import openapi_document

@@ -14,7 +14,6 @@ from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.json_logs import log
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, LatencyReport
 from twinpool.contracts.messages.calls import (
     CHANGE_POOLS,
     CHANGE_SETTINGS,
@@ -31,13 +30,13 @@ from twinpool.contracts.messages.calls import (
     Empty,
 )
 from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, ServedWeights, WatchRequest
+from twinpool.contracts.messages.leases import QuotaClaim, QuotaClaims, QuotaSlice
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     OperatorChange,
     SettingsAnswer,
     SettingsChange,
 )
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaClaims, QuotaSlice
 from twinpool.contracts.messages.request_record import (
     FoundRecords,
     RecordAnswer,
@@ -45,7 +44,7 @@ from twinpool.contracts.messages.request_record import (
     RecordReport,
     RequestRecord,
 )
-from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.router_report import AutoscalerView, LatencyCounts, LatencyReport, RouterReport
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader

@@ -18,13 +18,18 @@ from typing import Any, Protocol
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.json_logs import log
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from twinpool.contracts.messages.cluster_view import ControlPlane, ServedWeights
+from twinpool.contracts.messages.leases import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity, RouterReport
+from twinpool.contracts.messages.router_report import (
+    UNNAMED,
+    AutoscalerView,
+    LatencyCounts,
+    RouterIdentity,
+    RouterReport,
+)
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView

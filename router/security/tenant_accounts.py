@@ -6,7 +6,7 @@ it (`HeldQuota`): `lacks`, `claims` and `granted` are for whoever speaks with th
 Requests and tokens are spent from the slice that is here, without asking; where it doesn't suffice the router claims
 the next one, giving back what is left. While the controller is away a router goes on with what it has, and adds a slice
 a minute of its own: so an endpoint with a limit goes on serving, and no router lets through more than
-`contracts.messages.quota.slice_of` says.
+`contracts.messages.leases.slice_of` says.
 
 Times are seconds of the service's clock.
 
@@ -29,7 +29,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file
-from twinpool.contracts.messages.quota import MAX_CLAIMS, QuotaAmounts, QuotaClaim, QuotaSlice, slice_of
+from twinpool.contracts.messages.leases import MAX_CLAIMS, QuotaAmounts, QuotaClaim, QuotaSlice, slice_of
 
 MINUTE_S = 60.0
 RENEW_S = 1.0

@@ -27,7 +27,7 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import QuotaClaim
+from twinpool.contracts.messages.leases import QuotaClaim
 from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.router.links.controller_port import QuotaLessor

@@ -23,8 +23,13 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.message_types import NAME_CHARS
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from twinpool.contracts.messages.router_report import MAX_BREAKERS, RouterIdentity, RouterReport
+from twinpool.contracts.messages.router_report import (
+    MAX_BREAKERS,
+    AutoscalerView,
+    LatencyCounts,
+    RouterIdentity,
+    RouterReport,
+)
 from twinpool.router.core.router_actions import RouterCounts
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_port import (

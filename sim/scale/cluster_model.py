@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.router_report import LatencyCounts
 from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.router_actions import EndRequest, SendCommand

@@ -19,7 +19,7 @@ from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import PAIR, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_report import LatencyCounts
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan

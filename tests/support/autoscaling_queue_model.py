@@ -25,7 +25,7 @@ from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_report import LatencyCounts
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 STEP_S = 0.25

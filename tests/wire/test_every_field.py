@@ -45,9 +45,8 @@ from twinpool.contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.leases import LeaseGrant, QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.pool_changes import OperatorChange, SetRole
-from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RequestRecord
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView

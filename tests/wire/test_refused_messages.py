@@ -16,7 +16,7 @@ from tests.wire.call_messages import raw
 from tests.wire.instances import fields_of, full
 from twinpool.contracts.cluster_secret import access_metadata, admits
 from twinpool.contracts.errors import WireError
-from twinpool.contracts.messages.quota import MAX_CLAIMS, QuotaAmounts, QuotaClaim, QuotaClaims, QuotaSlice
+from twinpool.contracts.messages.leases import MAX_CLAIMS, QuotaAmounts, QuotaClaim, QuotaClaims, QuotaSlice
 from twinpool.contracts.messages.rank_order_codec import decode
 from twinpool.contracts.messages.request_record import MAX_RECENT, RecordAnswer, RecordReport, RequestRecord
 from twinpool.contracts.messages.router_report import BUCKETS, MAX_BREAKERS, RouterReport, checked

@@ -6,7 +6,7 @@ import pytest
 
 from twinpool.cluster.autoscaling.load_window import LoadWindow, MeasuredLoad, Outcomes, WorkerLoad
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_report import LatencyCounts
 
 WINDOW_S = 20.0
 

@@ -10,7 +10,7 @@ from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, 
 from twinpool.cluster.autoscaling.pool_need import decode_need, prefill_need
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_report import LatencyCounts
 
 CONFIG = AutoscalingConfig(enabled=True)
 CALM = MeasuredLoad(

@@ -26,7 +26,7 @@ from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import LEASE_QUOTA
-from twinpool.contracts.messages.quota import QuotaClaims
+from twinpool.contracts.messages.leases import QuotaClaims
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed

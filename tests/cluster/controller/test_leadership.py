@@ -28,8 +28,8 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import CHANGE_POOLS, LEASE_QUOTA, REGISTER, RENEW, Call
 from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.leases import QuotaClaims
 from twinpool.contracts.messages.pool_changes import AddWorkers, UndrainWorkers
-from twinpool.contracts.messages.quota import QuotaClaims
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire import controller_turns
 from twinpool.contracts.wire.controller_turns import NOT_LEADING, ControllerTurns, call_leader

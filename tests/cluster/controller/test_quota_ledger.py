@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from twinpool.cluster.controller import quota_ledger
 from twinpool.cluster.controller.quota_ledger import FORGET_S, MAX_TENANTS, MINUTE_S, VALID_S, QuotaLedger
 from twinpool.contracts.clock import ManualClock
-from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.leases import QuotaAmounts, QuotaClaim, QuotaSlice
 
 LIMITS = QuotaAmounts(60, 6000, 10)
 NONE = QuotaAmounts()

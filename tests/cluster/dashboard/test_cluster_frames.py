@@ -21,8 +21,14 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.damage import COUNTERS as DAMAGE_COUNTERS
 from twinpool.contracts.ids import Role
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
-from twinpool.contracts.messages.router_report import BOUNDS_S, BUCKETS, COUNTERS, RouterReport
+from twinpool.contracts.messages.router_report import (
+    BOUNDS_S,
+    BUCKETS,
+    COUNTERS,
+    AutoscalerView,
+    PoolSizing,
+    RouterReport,
+)
 from twinpool.contracts.messages.worker_status import WorkerView
 
 WALL = 1_700_000_000.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from twinpool.cluster.controller.quota_ledger import QuotaLedger
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.leases import QuotaClaim, QuotaSlice
 from twinpool.router.security.tenant_accounts import TenantAccounts
 
 _NUMBERS = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 from tests.router.security.leasing_routers import LeasingRouter, company, rounds
 from twinpool.cluster.controller.quota_ledger import VALID_S
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import slice_of
+from twinpool.contracts.messages.leases import slice_of
 from twinpool.router.security.tenant_accounts import RENEW_S, TenantLimited
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.leases import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.router.security.tenant_accounts import HeldQuota, TenantAccounts, TenantLimited
 
 LIMITS = TenantLimits(requests_per_minute=60, tokens_per_minute=6000, concurrent=7)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.router.security.leasing_routers import LeasingRouter
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import slice_of
+from twinpool.contracts.messages.leases import slice_of
 from twinpool.router.security.tenant_accounts import LeasedBudget, TenantAccounts, TenantLimited
 
 Kind = Callable[[], TenantAccounts | LeasingRouter]

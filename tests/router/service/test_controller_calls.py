@@ -13,9 +13,8 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
-from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.leases import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.router_report import AutoscalerView, LatencyCounts, RouterReport
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_port import ControllerPorts, ReportCalls
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics

@@ -19,8 +19,8 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
 from twinpool.contracts.messages.pool_changes import AddWorkers, ChangedWorkers, CordonNode, ScalePools
+from twinpool.contracts.messages.router_report import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
 from twinpool.router.core.router_actions import RouterCounts
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_directory import ControllerDirectory

@@ -11,7 +11,7 @@ from tests.router.http_server import eventually
 from twinpool.cluster.controller.quota_ledger import QuotaLedger
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.leases import QuotaClaim, QuotaSlice
 from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
 from twinpool.router.service.admission import AWAY_RETRY_S, QuotaLeases
 
