@@ -21,6 +21,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from twinpool.contracts.checkpoint.safetensors_headers import (
@@ -37,8 +38,10 @@ from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.json_logs import log
 
-PREFIX = "pushed-"
-"""How names of folders of pushed weights begin."""
+PREFIX, _NAME_BYTES = "pushed-", 8
+"""Names of folders of pushed weights are this and so many random bytes in hexadecimal. All others are somebody else's,
+and never removed."""
+_NAMES = PREFIX + "[0-9a-f]" * (2 * _NAME_BYTES)
 STRANGER_S = 60.0
 """Seconds after which a folder goes that nobody needs or holds, by what a router knows that is in touch with its
 controller: what it knows is older by less than that."""
@@ -88,7 +91,7 @@ class PushedFile:
 
     def keep(self) -> tuple[Path, int]:
         """Put it into a folder of its own; returns this, and the descriptor that locks it until it is closed."""
-        folder = self._root / f"{PREFIX}{secrets.token_hex(8)}"
+        folder = self._root / f"{PREFIX}{secrets.token_hex(_NAME_BYTES)}"
         try:
             folder.mkdir(mode=0o755)
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -255,7 +258,7 @@ class PushedFolders:
         self._look_at = clock.now()
 
     def __contains__(self, folder: Path) -> bool:
-        return self.root is not None and folder.parent == self.root and folder.name.startswith(PREFIX)
+        return self.root is not None and folder.parent == self.root and fnmatchcase(folder.name, _NAMES)
 
     def take(self, folder: Path, held: int | None = None) -> None:
         """Hold a folder to which a change is about to be ordered. `held`: the descriptor by which it is locked; None:
@@ -308,7 +311,7 @@ class PushedFolders:
     def _look(self, used: Collection[str], tried: int, settled: bool) -> None:
         assert self.root is not None
         try:
-            found = sorted(str(one) for one in self.root.glob(f"{PREFIX}*"))
+            found = sorted(str(one) for one in self.root.glob(_NAMES))
         except OSError:
             return
         claimed: dict[str, int] = {}
@@ -381,7 +384,7 @@ def remove_all(roots: str) -> None:
     """Remove all folders of pushed weights that nobody holds, as their cluster ends. `roots`: `engine.weight_roots`."""
     folders = PushedFolders(roots, SystemClock())
     if folders.root is not None:
-        for one in sorted(folders.root.glob(f"{PREFIX}*")):
+        for one in sorted(folders.root.glob(_NAMES)):
             folders.refused(one)
 
 

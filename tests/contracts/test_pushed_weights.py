@@ -181,6 +181,16 @@ def test_what_a_dead_process_has_left_goes_after_a_while_unless_somebody_holds_i
     stranger.folders.close()
 
 
+def test_a_folder_of_somebody_else_whose_name_begins_alike_stays(root: Path) -> None:
+    mine, theirs = Router(root), root / "pushed-final"
+    theirs.mkdir()
+    assert theirs not in mine.folders
+    mine.look()
+    mine.look(STRANGER_S)
+    remove_all(str(root))
+    assert names(root) == ["pushed-final"]
+
+
 def test_memory_that_is_full_refuses_before_anything_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(*_: object) -> None:
