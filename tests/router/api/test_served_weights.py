@@ -372,14 +372,14 @@ async def test_pushed_weights_go_where_their_change_is_refused_and_stay_where_it
         (OSError("refused"), 503, True),
         (ChangedWorkers(number=1), 202, True),
     ):
-        cluster.answer, folder = answer, tmp_path / f"pushed-{status}"
+        cluster.answer, folder = answer, tmp_path / f"pushed-{status:016x}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(file.read_bytes())
         asked = {"path": str(folder), "wait": False}
         assert (await Call(cluster, admin_models.update_weights, asked).answer())[0] == status
         assert folder.exists() == stays
     cluster.asked.clear()
-    gone = {"path": str(tmp_path / "pushed-409")}
+    gone = {"path": str(tmp_path / f"pushed-{409:016x}")}
     assert (await Call(cluster, admin_models.update_weights, gone).answer())[0] == 409
     partial = {"path": str(tmp_path / "new"), "partial": True}
     assert (await Call(cluster, admin_models.update_weights, partial).answer())[0] == 409
