@@ -212,9 +212,9 @@ class IdleCapacity:
         busy = {entry.record.name for entry in decoding if entry.record.name in sent or _has_others(entry.status)}
         self._busy_at = {**seen, **dict.fromkeys(busy, now)}
         idle = [now - at for name, at in self._busy_at.items() if name not in busy]
-        return min(most, sum(2 ** int(min(seconds / SLOW_START_S, MAX_DOUBLINGS)) for seconds in idle))
+        return min(most, sum(1 << int(min(seconds / SLOW_START_S, MAX_DOUBLINGS)) for seconds in idle))
 
-    def _sent(self) -> set[WorkerName]:
+    def _sent(self) -> set[str]:
         """The workers of this router's ordinary requests."""
         return {
             name
