@@ -398,7 +398,7 @@ _MAY_BE_ZERO = {
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated", "cluster.workers_per_core", "cluster.starts_at_once",
-    "batch.free_bytes", "decode.background_rows", "prefill.background_tokens",
+    "batch.free_bytes", "batch.quiet_s", "decode.background_rows", "prefill.background_tokens",
     "router.kept_records", "router.kept_refusals", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 

@@ -192,6 +192,9 @@ class BatchConfig:
     """Batches of one tenant that have not ended."""
     concurrency: int = 16
     """Requests of batches that one router has under way, for each model."""
+    quiet_s: float = 0.5
+    """Seconds for which a decode worker has had no other request before any of a batch begins there. 0: none, where
+    prefill, decode and routers share no cores."""
     line_tries: int = 5
     """Tries of a request that fails by the server's fault, before the failure is its answer. What finds no room isn't
     counted: it waits."""

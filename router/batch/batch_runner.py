@@ -348,7 +348,7 @@ class BatchRunner:
         """`now`: seconds since 1970. `models`: where there are several, of which `service` leads."""
         self.service, self.store, self.now = service, store, now
         self.models = models or OneModel(service)
-        self._idle = [IdleCapacity(one) for one in self.models.services]
+        self._idle = [IdleCapacity(one, store.config.quiet_s) for one in self.models.services]
         self.body_limit = max(one.body_limit for one in self.models.services)
         self.kept: Counter[str] = Counter(completed=0, failed=0)
         """Lines that were kept, by the file."""

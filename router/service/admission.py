@@ -185,13 +185,13 @@ class IdleCapacity:
     """How many background requests of a model a router may have under way, as far as it sees.
 
     A decode worker is idle while it has no ordinary request: by what this router has sent it, and with several routers
-    by what its latest status says. One that has just become idle counts for one request, and for twice as many after
-    each further `SLOW_START_S` (slow start): what is under way when an ordinary request comes is in its way, at prefill
-    and where both are computed on the same cores.
+    by what its latest status says. One that has been idle for `quiet_s` counts for one request, and for twice as many
+    after each further `SLOW_START_S` (slow start): what is under way when an ordinary request comes is in its way, at
+    prefill and where both are computed on the same cores.
     """
 
-    def __init__(self, service: RouterService) -> None:
-        self._service = service
+    def __init__(self, service: RouterService, quiet_s: float) -> None:
+        self._service, self._quiet_s = service, quiet_s
         self._busy_at: dict[WorkerName, float] = {}
         """When a worker was last seen with an ordinary request, in seconds of the clock."""
 
@@ -211,8 +211,8 @@ class IdleCapacity:
         seen = {entry.record.name: self._busy_at.get(entry.record.name, -math.inf) for entry in decoding}
         busy = {entry.record.name for entry in decoding if entry.record.name in sent or _has_others(entry.status)}
         self._busy_at = {**seen, **dict.fromkeys(busy, now)}
-        idle = [now - at for name, at in self._busy_at.items() if name not in busy]
-        return min(most, sum(1 << int(min(seconds / SLOW_START_S, MAX_DOUBLINGS)) for seconds in idle))
+        idle = [now - at - self._quiet_s for name, at in self._busy_at.items() if name not in busy]
+        return min(most, sum(1 << int(min(over / SLOW_START_S, MAX_DOUBLINGS)) for over in idle if over >= 0))
 
     def _sent(self) -> set[str]:
         """The workers of this router's ordinary requests."""

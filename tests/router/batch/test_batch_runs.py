@@ -296,7 +296,7 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
         service = made.service
 
         def idle() -> bool:
-            return IdleCapacity(service).requests(16) == 16  # type: ignore[arg-type]
+            return IdleCapacity(service, 0.0).requests(16) == 16  # type: ignore[arg-type]
 
         def owner(priority: int, **workers: str) -> None:
             named = {Role[role.upper()]: name for role, name in workers.items()}
@@ -336,18 +336,22 @@ async def test_a_worker_that_has_just_become_idle_counts_for_one_line_and_soon_f
     async with rig(tmp_path) as made:
         service = made.service
         service.background_rows = 0
-        idle = IdleCapacity(service)  # type: ignore[arg-type]
+        idle = IdleCapacity(service, 0.5)  # type: ignore[arg-type]
         routed = SimpleNamespace(priority=0, workers={Role.PREFILL: "p", Role.DECODE: "d"})
         service.answers.owners[0] = (None, SimpleNamespace(request=routed))
         assert idle.requests(16) == 16, "e was never seen busy"
         routed.workers[Role.DECODE] = "e"
-        assert idle.requests(16) == 1, "d has just become idle"
+        assert idle.requests(16) == 0, "d has just become idle"
+        service.clock.advance(0.5)
+        assert idle.requests(16) == 1, "it has been for the time that is to be quiet"
         service.answers.owners.clear()
+        assert idle.requests(16) == 1, "e has just become idle"
+        service.clock.advance(0.5)
         counts = []
         for _ in range(4):
             counts.append(idle.requests(16))
             service.clock.advance(SLOW_START_S)
-        assert counts == [2, 4, 8, 16], "two of them, each for 1, 2, 4, 8"
+        assert counts == [5, 10, 16, 16], "e for 1, 2, 4, and d for 4, 8, 16"
         assert idle.requests(10) == 10
 
 
@@ -356,7 +360,7 @@ async def test_a_worker_is_not_idle_while_another_router_has_requests_there_that
     async with rig(tmp_path) as made:
         service = made.service
         service.background_rows, service.up[Role.DECODE] = 0, ["d"]
-        idle = IdleCapacity(service)  # type: ignore[arg-type]
+        idle = IdleCapacity(service, 0.5)  # type: ignore[arg-type]
         (status,) = (entry.status for entry in service.core.serving(Role.DECODE))
         for routers, running, waiting, background, expected in (
             (2, 3, 1, 4, True), (2, 3, 2, 4, False), (2, 1, 0, 0, False), (2, 0, 1, 0, False), (1, 3, 2, 4, True),

@@ -473,7 +473,7 @@ def test_lines_are_background_unmetered_and_begin_only_while_a_decode_worker_run
             batch = submit(client, [line(number) for number in range(20)])
             runner = runner_of(server)
             server.wait_until(lambda: any(run.begun for run in runner.runs.values()))
-            assert server.call(lambda: IdleCapacity(server.service).requests(16)) == 0
+            assert server.call(lambda: IdleCapacity(server.service, 0.0).requests(16)) == 0
             assert runner.asking == 0
             server.resume()
             answer.read()
