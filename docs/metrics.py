@@ -384,7 +384,7 @@ def families() -> dict[str, Metric]:
     exporter = TraceExporter(cast(Any, SimpleNamespace()), config.tracing, random.Random)
     service.metrics.sources.append(exporter.families)
     service.metrics.of_process.append(ClientConnections(config.router, 1024).metrics)
-    BatchRunner(service, cast(Any, None))
+    BatchRunner(service, cast(Any, SimpleNamespace(config=config.batch)))
     picked = PickTally().families(exchanges=0, endpoints={"present": 0, "away": 0})
     found = (*service.metrics.collect(), *service.metrics.seen(), *picked)
     return {family.name: family for family in found if not family.name.startswith("process_")}

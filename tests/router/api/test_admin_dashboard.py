@@ -18,7 +18,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.router.api.admin_status import FOLDER, TOKEN_VARIABLE, page_files
+from twinpool.router.api.admin_status import FOLDER, KINDS, TOKEN_VARIABLE, page_files
 from twinpool.router.service.controller_calls import MAX_VIEWERS
 
 EVENTS = "/cluster/dashboard"
@@ -56,7 +56,9 @@ def test_the_whole_page_is_small_and_loads_nothing_from_elsewhere() -> None:
     files = page_files()
     assert sum(len(body) for _, body in files.values()) < 200_000
     assert {path for path in files if path.endswith(".html")} == set()
-    assert len(files) == len(list(FOLDER.iterdir()))
+    kinds = {file.suffix for file in FOLDER.iterdir() if file.is_file()}
+    assert kinds - {".py"} == set(KINDS), "what nobody is shown"
+    assert not [path for path in files if path.endswith(".py")]
     for path, (_, body) in files.items():
         text = body.decode()
         outside = text.replace("http://www.w3.org/2000/svg", "")
