@@ -55,7 +55,7 @@ soak: .venv/.installed-dev ## the long tests: the full product of settings, and 
 
 pages: .venv/.installed-dev ## write what is made from the source anew: pages of docs/ (configuration, states, api, metrics, families), the dashboard
 	@mkdir -p build
-	@PYTHONPATH=. $(BIN)/python docs/api_reference.py --configuration >build/page && mv build/page docs/configuration.md
+	@PYTHONPATH=. $(BIN)/python docs/configuration.py >build/page && mv build/page docs/configuration.md
 	@PYTHONPATH=. $(BIN)/python docs/state_diagrams.py >build/page && mv build/page docs/states.md
 	@PYTHONPATH=. $(BIN)/python docs/api_reference.py >build/page && mv build/page docs/api.md
 	@PYTHONPATH=. $(BIN)/python docs/metrics.py >build/page && mv build/page docs/metrics.md

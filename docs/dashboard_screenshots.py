@@ -1,20 +1,15 @@
 """Make the pictures of docs/dashboard.md: the real page in a headless Chromium, served by a real router.
 
     python docs/dashboard_screenshots.py [FOLDER]
-    python docs/dashboard_screenshots.py --moving [FILE]
 
 Where a picture has more workers than a machine of ours, they are simulated (`docs.simulated_dashboard`); else
 it is of a real cluster that serves the demo, under a trace's load. Workers that are simulated compute in virtual time;
 what decides, tells and shows is what runs in a real one.
-
-The README's moving picture is of `twinpool demo --chaos`, a picture every second and a half while workers are killed,
-drained and moved; the command fails where an answer of the demo wasn't exact.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import subprocess
 import sys
 import threading
@@ -42,15 +37,6 @@ REPLAY = ("--speed", "0.75", "--scale-lengths", "0.1", "--max-context", "1800", 
 CLIP = """(() => {{ const boxes = {names}.map((one) => document.querySelector(one).getBoundingClientRect());
     const top = Math.min(...boxes.map((box) => box.top)) + scrollY;
     return [top, Math.max(...boxes.map((box) => box.bottom)) + scrollY - top]; }})()"""
-MOVING = FOLDER / "moving.webp"
-WIDTH, HEIGHT = 1180, 860
-FRAME = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
-SHOWN = 820
-"""Pixels of a moving picture's width in the file."""
-PICTURES, EVERY_S, SHOW_MS = 36, 1.5, 400
-QUALITY = 55
-MAX_MOVING_BYTES = 1_500_000
-ADDRESS = re.compile(r"look at (\S+)")
 
 
 @contextmanager
@@ -103,37 +89,7 @@ def open_page(browser: Browser, url: str, width: int, **look: Any) -> Tab:
     return tab
 
 
-def make_moving(file: Path) -> int:
-    """Make the moving picture; returns the exit code."""
-    command = [sys.executable, "-m", "twinpool.cli.commands", "demo", "--chaos", "--minutes", "1.6", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, browsing() as browser:
-        assert demo.stdout is not None
-        url = next(found[1] for line in demo.stdout if (found := ADDRESS.search(line)))
-        tab = browser.tab()
-        tab.look(WIDTH, HEIGHT)
-        tab.go(url)
-        tab.until("document.body?.dataset.frame > 0", 60)
-        rest = threading.Thread(target=lambda: print(demo.stdout.read() if demo.stdout is not None else ""))
-        rest.start()
-        threading.Event().wait(12.0)  # The questions are asked once, undisturbed.
-        pictures = []
-        for _ in range(PICTURES):
-            picture = Image.open(io.BytesIO(tab.image(clip=FRAME))).convert("RGB")
-            pictures.append(picture.resize((SHOWN, SHOWN * picture.height // picture.width), Image.Resampling.LANCZOS))
-            threading.Event().wait(EVERY_S)
-        rest.join()
-        if code := demo.wait():
-            return code
-    first, *others = pictures
-    first.save(file, save_all=True, append_images=others, duration=SHOW_MS, loop=0, quality=QUALITY, method=6)
-    size = file.stat().st_size
-    print(f"{file.name}: {first.width} x {first.height}, {len(pictures)} pictures, {size / 1e3:.0f} kB")
-    return 0 if size <= MAX_MOVING_BYTES else 1
-
-
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["--moving"]:
-        return make_moving(Path(arguments[1]) if arguments[1:] else MOVING)
     folder = Path(arguments[0]) if arguments else FOLDER
     folder.mkdir(exist_ok=True)
     with browsing() as browser:
