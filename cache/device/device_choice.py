@@ -1,34 +1,18 @@
-"""The choice of the device that `engine.device` names: a CPU, or an NVIDIA GPU that torch sees and Triton runs on; and
-how much of its processors a worker uses, among the counters of its heartbeats, for the dashboard and `/metrics`.
-
-``cpu_seconds`` is what the worker's process has used of the CPU since its start; of a worker of several ranks it is the
-first rank's. ``gpu_utilization`` is NVIDIA's: the share of the driver's last sampling period in which any kernel ran on
-the GPU, whoever's it was. It is asked of the driver's own library (NVML), which comes with every driver; where that is
-missing, or says nothing (parts of a GPU by MIG), there is no such counter.
-"""
+"""The choice of the device that `engine.device` names: a CPU, or an NVIDIA GPU that torch sees and Triton runs on."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import logging
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-from msgspec.structs import replace
 
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.cuda_device import CudaDevice
 from twinpool.cache.device.device_port import Device, DeviceStream
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerStatus
-
-log = logging.getLogger("twinpool.worker")
-
-_LIBRARY = "libnvidia-ml.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,68 +81,3 @@ def device_capability() -> int:
         return 90
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
-
-
-# ---------------------------------------------------------------- what is used of it
-
-
-class ProcessorUse:
-    """The use of one worker's processors, as it is now. Any thread."""
-
-    def __init__(
-        self, cpu_s: Callable[[], float] = time.process_time, gpu: Callable[[], float | None] = lambda: None
-    ) -> None:
-        """`cpu_s` returns the seconds of processor time used so far, `gpu` the utilization from 0 to 1 or None."""
-        self._cpu_s, self._gpu = cpu_s, gpu
-
-    def on(self, status: WorkerStatus) -> WorkerStatus:
-        """A status with the use of processors among its counters."""
-        found = {CPU_SECONDS: round(self._cpu_s(), 3)}
-        if (used := self._gpu()) is not None:
-            found[GPU_UTILIZATION] = used
-        return replace(status, counters={**status.counters, **found})
-
-
-def processor_use(device_name: str) -> ProcessorUse:
-    """The use of this process's CPU and, for a worker on an NVIDIA GPU, of that. `device_name`: as in `engine.device`.
-    Raises `ConfigError` for a GPU that can't be used."""
-    device = chosen_device(device_name, gpu_view())
-    if device.type != "cuda" or torch.version.hip is not None:
-        return ProcessorUse()
-    meter = GpuMeter.open(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    return ProcessorUse(gpu=meter.utilization) if meter is not None else ProcessorUse()
-
-
-class _Utilization(ctypes.Structure):
-    """``nvmlUtilization_t``, both in percent."""
-
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class GpuMeter:
-    """One GPU, asked by NVML."""
-
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self._library, self._handle = library, handle
-
-    @classmethod
-    def open(cls, uuid: str, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> GpuMeter | None:
-        """The GPU of this UUID (``GPU-…``); None, with a line in the log, where NVML can't be asked for it."""
-        try:
-            library = load(_LIBRARY)
-        except OSError as error:
-            log.info("the use of the GPU is not known", extra={"reason": str(error)})
-            return None
-        handle = ctypes.c_void_p()
-        found = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
-        if found != 0:
-            log.info("the use of the GPU is not known", extra={"reason": f"NVML answers {found} for {uuid}"})
-            return None
-        return cls(library, handle)
-
-    def utilization(self) -> float | None:
-        """The share of the last sampling period, from 0 to 1; None where the driver doesn't say."""
-        told = _Utilization()
-        if self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(told)) != 0:
-            return None
-        return int(told.gpu) / 100

@@ -20,7 +20,7 @@ from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_marks
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.pool_commands import ROLES, follow, order
-from twinpool.cli.operator.rolling_restart import CommandOfModels, RollingRestart, carry_out
+from twinpool.cli.operator.rolling_restart import CommandOfModels, RollingRestart, carry_out, say_of
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError
 
@@ -255,13 +255,9 @@ def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | N
         return carry_out(command(operator, settings, print_line), nothing, dry_run=args.dry_run)
     served, models = _models_to_change(args.config, run)
     commands = {
-        name: command(AdminClient.of_run(served, ca, name), own, partial(_say_of, name)) for name, own in models.items()
+        name: command(AdminClient.of_run(served, ca, name), own, partial(say_of, name)) for name, own in models.items()
     }
     return carry_out(CommandOfModels(commands), nothing, dry_run=args.dry_run)
-
-
-def _say_of(model: str, line: str) -> None:
-    print_line(f"{model}: {line}")
 
 
 def _models_to_change(file: Path, run: RunFile | None) -> tuple[RunFile, dict[str, dict[str, Any]]]:

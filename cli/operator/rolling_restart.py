@@ -226,6 +226,11 @@ class CommandOfModels(Generic[_P]):
         return "; ".join(f"{name}: {command.left()}" for name, command in self._commands.items())
 
 
+def say_of(model: str, line: str) -> None:
+    """Print a line about one of several models."""
+    print_line(f"{model}: {line}")
+
+
 def carry_out(command: PlannedCommand[_P], nothing: str, *, dry_run: bool) -> int:
     """Say what a command will do, and do it unless this is a dry run. `nothing`: why there may be nothing to do."""
     plan = command.plan()

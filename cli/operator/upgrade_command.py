@@ -19,7 +19,7 @@ from twinpool.cli.admin_client import POLL_S, AdminClient, ClusterNotFound, Comm
 from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import between_builds, left_alone, routers_of
 from twinpool.cli.operator.drain_command import check_timeout
-from twinpool.cli.operator.rolling_restart import CommandOfModels, PlansOfModels, RollingRestart, carry_out
+from twinpool.cli.operator.rolling_restart import CommandOfModels, PlansOfModels, RollingRestart, carry_out, say_of
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import (
     CheckedBuild,
@@ -231,10 +231,6 @@ def upgrade(args: argparse.Namespace) -> int:
         raise ConfigError("models are upgraded together with the routers that serve them: leave out --model-name")
     runs = {name: replace(run, folder=str(folder), logs=str(Path(run.logs) / name)) for name, folder in folders.items()}
     commands = {
-        name: command(AdminClient.of_run(run, args.ca, name), own, partial(_say_of, name)) for name, own in runs.items()
+        name: command(AdminClient.of_run(run, args.ca, name), own, partial(say_of, name)) for name, own in runs.items()
     }
     return carry_out(UpgradeOfModels(commands, runs, run, build), nothing, dry_run=args.dry_run)
-
-
-def _say_of(model: str, line: str) -> None:
-    print_line(f"{model}: {line}")

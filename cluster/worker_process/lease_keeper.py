@@ -7,12 +7,20 @@ delivery of events.
 
 Renewals go and grants come as frames of a stream (`LeaseStream`), whose other end is
 `cluster.controller.controller_streams`.
+
+A heartbeat tells how much of its processors the worker uses (`ProcessorUse`), for the dashboard and `/metrics`.
+``cpu_seconds`` is what the worker's process has used of the CPU since its start; of a worker of several ranks it is the
+first rank's. ``gpu_utilization`` is NVIDIA's: the share of the driver's last sampling period in which any kernel ran on
+the GPU, whoever's it was. It is asked of the driver's own library (NVML), which comes with every driver; where that is
+missing, or says nothing (parts of a GPU by MIG), there is no such counter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +38,13 @@ from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.calls import CALLS_VERSION, LEAVE, REGISTER, RENEW
 from twinpool.contracts.messages.leases import GRANT_BYTES, SILENCE_S, Departure, DepartureAnswer, LeaseGrant, Renewal
 from twinpool.contracts.messages.stream_frames import StreamOpening
-from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
+from twinpool.contracts.messages.worker_status import (
+    CPU_SECONDS,
+    GPU_UTILIZATION,
+    EndedWorker,
+    WorkerRecord,
+    WorkerStatus,
+)
 from twinpool.contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
@@ -393,3 +407,75 @@ class LeaseKeeper:
         else:
             self._counters_at = self._clock.now() + self._counters_s
         return Renewal(self._record.name, self._record.incarnation, status, self._ended_mark)
+
+
+# ---------------------------------------------------------------- what heartbeats tell of processors
+
+
+_LIBRARY = "libnvidia-ml.so.1"
+
+
+class ProcessorUse:
+    """The use of one worker's processors, as it is now. Any thread."""
+
+    def __init__(
+        self, cpu_s: Callable[[], float] = time.process_time, gpu: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """`cpu_s` returns the seconds of processor time used so far, `gpu` the utilization from 0 to 1 or None."""
+        self._cpu_s, self._gpu = cpu_s, gpu
+
+    def on(self, status: WorkerStatus) -> WorkerStatus:
+        """A status with the use of processors among its counters."""
+        found = {CPU_SECONDS: round(self._cpu_s(), 3)}
+        if (used := self._gpu()) is not None:
+            found[GPU_UTILIZATION] = used
+        return replace(status, counters={**status.counters, **found})
+
+
+def processor_use(device_name: str) -> ProcessorUse:
+    """The use of this process's CPU and, for a worker on an NVIDIA GPU, of that. `device_name`: as in `engine.device`.
+    Raises `ConfigError` for a GPU that can't be used."""
+    import torch
+
+    from twinpool.cache.device.device_choice import chosen_device, gpu_view
+
+    device = chosen_device(device_name, gpu_view())
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ProcessorUse()
+    meter = GpuMeter.open(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return ProcessorUse(gpu=meter.utilization) if meter is not None else ProcessorUse()
+
+
+class _Utilization(ctypes.Structure):
+    """``nvmlUtilization_t``, both in percent."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class GpuMeter:
+    """One GPU, asked by NVML."""
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._library, self._handle = library, handle
+
+    @classmethod
+    def open(cls, uuid: str, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> GpuMeter | None:
+        """The GPU of this UUID (``GPU-…``); None, with a line in the log, where NVML can't be asked for it."""
+        try:
+            library = load(_LIBRARY)
+        except OSError as error:
+            log.info("the use of the GPU is not known", extra={"reason": str(error)})
+            return None
+        handle = ctypes.c_void_p()
+        found = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
+        if found != 0:
+            log.info("the use of the GPU is not known", extra={"reason": f"NVML answers {found} for {uuid}"})
+            return None
+        return cls(library, handle)
+
+    def utilization(self) -> float | None:
+        """The share of the last sampling period, from 0 to 1; None where the driver doesn't say."""
+        told = _Utilization()
+        if self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(told)) != 0:
+            return None
+        return int(told.gpu) / 100

@@ -27,12 +27,11 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twinpool.cache.device.device_choice import processor_use
 from twinpool.cluster.processes.priority import LEASES, may_raise, run_low
 from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S, AsyncioThread, ServiceServer, WorkerService
-from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, processor_use
 from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_plan import (
     BuildWorker,

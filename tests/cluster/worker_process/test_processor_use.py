@@ -13,7 +13,8 @@ import torch
 
 from tests.cluster.dashboard.made_workers import worker
 from twinpool.cache.device import device_choice
-from twinpool.cache.device.device_choice import GpuMeter, GpuView, ProcessorUse, processor_use
+from twinpool.cache.device.device_choice import GpuView
+from twinpool.cluster.worker_process.lease_keeper import GpuMeter, ProcessorUse, processor_use
 
 UUID = "GPU-1234"
 UNKNOWN, UNSUPPORTED = 6, 3
