@@ -304,7 +304,8 @@ class BatchRun:
             return b"", failure_of(error)
         try:
             if stream.request.stream:
-                return b"", ApiError(400, "lines aren't streamed: no stream", "invalid_request_error", None, "stream")
+                text = "lines of a batch aren't streamed: leave stream out"
+                return b"", ApiError(400, text, "invalid_request_error", None, "stream")
             async with asyncio.timeout(stream.timeout_s + GRACE_S):
                 await stream.ended()
             if stream.failed is not None:
