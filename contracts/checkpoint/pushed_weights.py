@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
     file_header,
     parse_header,
     read_file_headers,
+    stored_bytes,
 )
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.errors import CheckpointError
@@ -49,7 +50,6 @@ LOOK_S = 5.0
 """Seconds between two looks for folders that nobody needs."""
 SENT, KEPT = "sent.safetensors", "kept.safetensors"
 """Files of weights of which a part was pushed: the part, and the tensors that stay as they are."""
-_COPIED = 16 << 20
 _HEADER_ROOM = 64 << 10
 
 
@@ -209,7 +209,7 @@ def complete(folder: Path, present: Mapping[str, TensorHeader]) -> None:
         file.reserve(len(head) + sum(one.end - one.begin for _, one in kept))
         file.write(head)
         for _, one in kept:
-            for piece in _bytes_of(one):
+            for piece in stored_bytes(one):
                 file.write(piece)
         try:
             (folder / SINGLE).rename(folder / SENT)
@@ -218,21 +218,6 @@ def complete(folder: Path, present: Mapping[str, TensorHeader]) -> None:
             (folder / INDEX).write_text(json.dumps({"weight_map": places}))
         except OSError as error:
             raise CheckpointError(f"{folder} takes no more: {error.strerror}") from None
-
-
-def _bytes_of(header: TensorHeader) -> Iterator[bytes]:
-    try:
-        with header.file.open("rb") as source:
-            source.seek(header.begin)
-            left = header.end - header.begin
-            while left:
-                piece = source.read(min(left, _COPIED))
-                if not piece:
-                    raise CheckpointError(f"{header.file} has become shorter")
-                left -= len(piece)
-                yield piece
-    except OSError as error:
-        raise CheckpointError(f"cannot read {header.file}: {error.strerror}") from None
 
 
 class PushedFolders:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -27,8 +27,8 @@ LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000
 _SAMPLE_BYTES = 4096
 
-_COMPARED = 16 << 20
-"""Bytes that are read at once to compare two tensors."""
+_PIECE = 16 << 20
+"""Bytes of tensors that are read at once."""
 
 ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
@@ -265,11 +265,27 @@ def _same_bytes(one: TensorHeader, two: TensorHeader, _written: int, _other_writ
         if left != two.end - two.begin:
             return False
         while left > 0:
-            size = min(left, _COMPARED)
+            size = min(left, _PIECE)
             if first.read(size) != second.read(size):
                 return False
             left -= size
     return True
+
+
+def stored_bytes(header: TensorHeader) -> Iterator[bytes]:
+    """Yield the bytes of a tensor as they are stored, some MiB at a time. Raises `CheckpointError`."""
+    try:
+        with header.file.open("rb") as file:
+            file.seek(header.begin)
+            left = header.end - header.begin
+            while left:
+                piece = file.read(min(left, _PIECE))
+                if not piece:
+                    raise CheckpointError(f"{header.file} has become shorter")
+                left -= len(piece)
+                yield piece
+    except OSError as error:
+        raise CheckpointError(f"cannot read {header.file}: {error.strerror}") from None
 
 
 def canonical_name(name: str) -> str:

@@ -41,6 +41,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
     TensorHeader,
     canonical_name,
     read_json,
+    stored_bytes,
 )
 from twinpool.contracts.checkpoint.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from twinpool.contracts.errors import CheckpointError, ConfigError
@@ -150,7 +151,7 @@ class Conversion:
             return Written({name: ("BF16", header.shape)}, lambda: self._read(name, header.shape, torch.bfloat16))
         if isinstance(header, GgufTensor):
             return Written({name: ("F32", header.shape)}, lambda: self._read(name, header.shape, torch.float32))
-        return Written({name: (header.dtype, header.shape)}, lambda: _raw(header))
+        return Written({name: (header.dtype, header.shape)}, lambda: stored_bytes(header))
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
         yield self._weights.tensor(name, *shape, dtype=dtype)
@@ -162,7 +163,7 @@ class Conversion:
             name = f"{layer}.weight"
             header = self._spec.headers.get(name)
             if header is not None and header.dtype == "BF16" and not isinstance(header, GgufTensor):
-                return Written({name: ("BF16", shape)}, lambda: _raw(header), layer)
+                return Written({name: ("BF16", shape)}, lambda: stored_bytes(header), layer)
             return Written({name: ("BF16", shape)}, lambda: self._read(name, shape, torch.bfloat16), layer)
         group = form.columns(self._group)
         return Written(
@@ -201,7 +202,7 @@ class Conversion:
         if packed is not None and packed.dtype != "U8":
             if f"{layer}.weight_shape" not in headers:
                 raise CheckpointError(f"{self._spec.path}: tensor {layer}.weight_shape is missing")
-            n, k = struct.unpack("<2q", b"".join(_raw(headers[f"{layer}.weight_shape"])))
+            n, k = struct.unpack("<2q", b"".join(stored_bytes(headers[f"{layer}.weight_shape"])))
             return int(n), int(k)
         header = packed or headers.get(f"{layer}.weight")
         if header is None or len(header.shape) != 2:
@@ -269,22 +270,6 @@ def check_target(target: Path) -> None:
         raise ConfigError(f"{target} is there already: give a folder that isn't")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is no folder: make it first")
-
-
-def _raw(header: TensorHeader) -> Iterator[bytes]:
-    """The bytes of a tensor as they are stored. Raises `CheckpointError`."""
-    try:
-        with header.file.open("rb") as file:
-            file.seek(header.begin)
-            left = header.end - header.begin
-            while left:
-                piece = file.read(min(left, 16 << 20))
-                if not piece:
-                    raise CheckpointError(f"{header.file} has become shorter")
-                left -= len(piece)
-                yield piece
-    except OSError as error:
-        raise CheckpointError(f"cannot read {header.file}: {error.strerror}") from None
 
 
 def _write_shard(path: Path, shard: Sequence[Written]) -> None:
