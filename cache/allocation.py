@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from twinpool.cache.device.device_port import Completion, failure
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator, joined
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, digests_of
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TokenPrefix, digests_of
 from twinpool.contracts.ids import Epoch
 
 NULL_PAGE = 0

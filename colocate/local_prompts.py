@@ -30,6 +30,7 @@ from twinpool.contracts.messages.router_commands import Submit, without_pixels
 from twinpool.contracts.messages.worker_events import Done, LegNote, LegReport
 from twinpool.decode.request import (
     DecodeEvent,
+    DecodePages,
     DecodePhase,
     DecodeRequest,
     PromptPreempted,
@@ -38,7 +39,6 @@ from twinpool.decode.request import (
     RequestLeft,
     RouterEvent,
 )
-from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.request import (
@@ -52,8 +52,8 @@ from twinpool.prefill.request import (
 )
 from twinpool.prefill.scheduler import PrefillScheduler, ScheduledChunk, StepCost
 from twinpool.prefill.step_commit import ChunkDone, ChunkFailed
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.worker.request_table import AdmissionRefusal, RequestTable
 
 

@@ -35,8 +35,7 @@ from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request import DecodeRequest
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import DecodePages, DecodeRequest
 from twinpool.engine.attention.attention_backend import undoable_positions
 from twinpool.engine.layers.decoder import FEATURES
 from twinpool.engine.runner.batch import DraftRow, TokenDraw

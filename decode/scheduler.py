@@ -23,8 +23,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import LegNote
 from twinpool.decode.drafting import Drafting, StepVerdict
-from twinpool.decode.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import OFF_DEVICE, DecodeEvent, DecodePages, DecodePhase, DecodeRequest, RequestFailed
 from twinpool.decode.retraction.memory_pressure import MemoryPressure, OutputLengths
 from twinpool.decode.retraction.retraction import Retraction
 from twinpool.decode.transfer_queue import TransferQueue

@@ -22,8 +22,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.decode.drafting import Drafting
-from twinpool.decode.request import STEPPING, DecodeRequest, RequestFailed, RequestFinished
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import STEPPING, DecodePages, DecodeRequest, RequestFailed, RequestFinished
 from twinpool.engine.runner.batch import (
     NONFINITE,
     BatchRow,
@@ -36,8 +35,7 @@ from twinpool.engine.runner.launched_step import LaunchedStep
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
-from twinpool.worker.request_gate import RequestGate
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import RequestGate, RequestTable
 from twinpool.worker.step_commit import NonfiniteRows, StepCommit
 
 log = logging.getLogger("twinpool.decode")

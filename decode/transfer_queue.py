@@ -20,8 +20,15 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import LegReport
-from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, PromptReceived, RequestFailed, RequestLeft
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import (
+    DecodeEvent,
+    DecodePages,
+    DecodePhase,
+    DecodeRequest,
+    PromptReceived,
+    RequestFailed,
+    RequestLeft,
+)
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome

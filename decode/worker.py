@@ -16,7 +16,7 @@ from typing import ClassVar, assert_never
 from msgspec.structs import replace
 
 from twinpool.cache.allocation import Allocation
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
@@ -30,6 +30,7 @@ from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
 from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
 from twinpool.decode.request import (
     DecodeEvent,
+    DecodePages,
     DecodePhase,
     DecodeRequest,
     PromptPreempted,
@@ -39,7 +40,6 @@ from twinpool.decode.request import (
     RequestLeft,
     RouterEvent,
 )
-from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit

@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import PREFIX, DamageSite, log_damage
 from twinpool.contracts.ids import RequestId
@@ -33,7 +33,7 @@ from twinpool.engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError
-from twinpool.worker.request_gate import RequestGate
+from twinpool.worker.request_table import RequestGate
 
 
 class AuditRunState(StrEnum):

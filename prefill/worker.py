@@ -1,8 +1,8 @@
 """The prefill worker: a round polls rooms, expires, admits, launches a step and commits the one before it.
 
 The scheduler (`prefill.scheduler`) decides which requests are admitted and computed, the step commit
-(`prefill.step_commit`) launches steps and commits them, the hand-over (`prefill.handover`) sends state to decode. They
-report outcomes to the worker, which alone sends events to routers and takes requests out of the table (`_leave`).
+(`prefill.step_commit`) launches steps and commits them, and the hand-over beside it sends state to decode. They report
+outcomes to the worker, which alone sends events to routers and takes requests out of the table (`_leave`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from twinpool.contracts.messages.router_commands import Command, MigrationComman
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
-from twinpool.prefill.handover import Damaged, Granted, LayeredSends, Lost, PrefillHandover
 from twinpool.prefill.request import (
     PrefillEvent,
     PrefillPages,
@@ -29,7 +28,15 @@ from twinpool.prefill.request import (
     unfinished_report,
 )
 from twinpool.prefill.scheduler import PrefillScheduler, StepCost
-from twinpool.prefill.step_commit import ChunkFailed, PrefillStepCommit
+from twinpool.prefill.step_commit import (
+    ChunkFailed,
+    Damaged,
+    Granted,
+    LayeredSends,
+    Lost,
+    PrefillHandover,
+    PrefillStepCommit,
+)
 from twinpool.worker.request_table import AdmissionRefusal
 from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup
 

@@ -28,8 +28,7 @@ from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, Gram
 from twinpool.engine.tensors.adapters import AdapterStore
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request_gate import RequestGate
-from twinpool.worker.request_table import AdmissionRefusal, R, RequestTable
+from twinpool.worker.request_table import AdmissionRefusal, R, RequestGate, RequestTable
 from twinpool.worker.step_commit import NonfiniteRows
 
 

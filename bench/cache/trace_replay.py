@@ -37,7 +37,7 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetS
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.cache.storage.storage_backend import ObjectName, seal_bytes

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 
 T = TypeVar("T")

@@ -16,8 +16,7 @@ import torch
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier, TokenPrefix
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 4 * PAGE_TOKENS

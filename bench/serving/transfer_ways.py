@@ -31,7 +31,7 @@ from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.zmq_channel import Waiter
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
 from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc, MappedRegion
-from twinpool.transfer.planes.direct.local_plane import LocalPlane
+from twinpool.transfer.planes.direct.direct_link import LocalPlane
 from twinpool.transfer.planes.direct.shm_plane import ShmPlane
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, byte_runs, load_nixl
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane

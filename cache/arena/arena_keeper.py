@@ -27,9 +27,8 @@ from twinpool.cache.arena.arena import Arena, ArenaRecord, SealedPage
 from twinpool.cache.device.device_port import HOST, Device, PageSpanUse
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_accounts import TreeCursor
-from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TokenPrefix, TreeNode
 from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from twinpool.contracts.damage import DamageSite, log_damage

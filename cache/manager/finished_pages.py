@@ -12,8 +12,7 @@ from twinpool.cache.allocation import NULL_PAGE, Allocation, PageRun, numbers
 from twinpool.cache.device.device_port import DEVICE, Device, PageSpanUse, failure
 from twinpool.cache.manager.running_pages import PageSupply
 from twinpool.cache.manager.tier_set import NoBackup
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier, TokenPrefix, TreeNode
 from twinpool.cache.tiers.backup import HostBackup
 from twinpool.contracts.config.cache_config import CacheConfig
 

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
-from twinpool.cache.manager.allocations import Allocations
+from twinpool.cache.manager.allocations import Allocations, LoadPlanner
 from twinpool.cache.manager.finished_pages import FinishedPages
-from twinpool.cache.manager.load_or_recompute import LoadPlanner
 from twinpool.cache.manager.running_pages import PageSupply, PoolKinds, RunningPages
 from twinpool.cache.manager.swapped_requests import SwappedRequests
 from twinpool.cache.manager.tier_set import NO_TIERS, LowerTiers, NoEvents, TierSet

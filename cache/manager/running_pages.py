@@ -20,8 +20,7 @@ from twinpool.cache.memory.page_moves import PageMove, PoolMove
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix, TreeNode
 from twinpool.cache.tiers.backup import HostBackup
 from twinpool.contracts.errors import CapacityError
 

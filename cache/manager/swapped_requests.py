@@ -12,7 +12,7 @@ allocation can be freed as soon as they are submitted, and its pages wait in qua
 more. Digests are taken from the device's bytes as they are copied, and compared with the seals that whole pages got
 when they were produced. Host pages that only the tree holds are evicted for swapped out state, not the other way round.
 
-The registry says which state is due, pool by pool, and no pool is named here (`cache.memory.required_pages`): all pages
+The registry says which state is due, pool by pool, and no pool is named here (`cache.memory.kv_cache_spec`): all pages
 of the full pool, those that a window still reaches, one state slot. The committed length decides (hazard A4): the last
 token drawn has no state yet, and steps under way are still writing, so the caller lets these steps land first.
 
@@ -28,17 +28,14 @@ from dataclasses import dataclass
 
 from twinpool.cache.allocation import NULL_PAGE, Allocation, BlockTable, CachedTokens, PageRun
 from twinpool.cache.device.device_port import Device
-from twinpool.cache.manager.allocations import Allocations
-from twinpool.cache.manager.load_or_recompute import LoadPlanner
+from twinpool.cache.manager.allocations import Allocations, LoadPlanner
 from twinpool.cache.manager.running_pages import PageSupply
 from twinpool.cache.manager.tier_set import TierSet
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.required_pages import due, extents
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, due, extents
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TokenPrefix, TreeNode
 from twinpool.cache.swap.offload import RestoredPages, offload, restore
 from twinpool.cache.swap.swap_storage import SwapEvent, SwappedState, SwapPlace
 from twinpool.contracts.block_hash import block_hashes

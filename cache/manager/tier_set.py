@@ -17,8 +17,7 @@ from twinpool.cache.device.device_port import Completion, Device
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TokenPrefix, TreeNode
 from twinpool.cache.storage.io_queue import IoQueue
 from twinpool.cache.storage.page_store import PageStore, RankPageStore
 from twinpool.cache.swap.swap_storage import SwappedState, SwapStorage

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from twinpool.cache.device.device_copies import upload_packed
 from twinpool.cache.device.device_port import Completion
-from twinpool.cache.memory.pinned_memory import upload_packed
 from twinpool.contracts.errors import CapacityError, StaleLease
 from twinpool.contracts.ids import Epoch, LeaseId
 

@@ -45,8 +45,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolSpec, copies, groups
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.memory.page_moves import PageMove, PoolIndices
-from twinpool.cache.pool.load_gate import LoadGate
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.pool_set import LoadGate, PoolSet
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.contracts.messages.rank_orders import (
     CheckPages,

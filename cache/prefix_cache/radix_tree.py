@@ -20,8 +20,7 @@ where the node has children in that tier, else all parts of the leaf. A node tha
 
 The package has these modules, each of which builds on those before it:
 
-    token_prefix     the whole pages of a sequence, with their block hashes
-    tree_node        nodes and their parts, which are cut in two together
+    tree_node        prefixes with their block hashes; nodes and their parts, which are cut in two together
     tree_components  how full, window and state pools hang on nodes
     tree_accounts    roots, nodes and parts, with every count
     eviction_policy  evicts state in the order of a policy, invalidates damaged state, and knows the locks
@@ -42,11 +41,19 @@ from operator import attrgetter
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES, EvictionOrder, EvictionPolicy, TreeEviction, TreeLocks
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
 from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
 from twinpool.cache.prefix_cache.tree_check import check_tree
 from twinpool.cache.prefix_cache.tree_components import ReuseLevel, TreeComponent, components_of
-from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer, Tier, TreeNode, start_of
+from twinpool.cache.prefix_cache.tree_node import (
+    NodeLock,
+    NodePart,
+    PageOffer,
+    Tier,
+    TokenPrefix,
+    TreeNode,
+    start_of,
+    token_ids,
+)
 from twinpool.contracts.block_hash import KEY_BYTES
 
 PageOffers = Mapping[str, Sequence[PageOffer]]

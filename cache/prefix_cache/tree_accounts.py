@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, common_pages
 from twinpool.cache.prefix_cache.tree_components import TreeComponent
-from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TokenPrefix, TreeNode, common_pages, subtree
 from twinpool.contracts.block_hash import TOKEN_BYTES
 
 RestingSince = tuple[int, float]

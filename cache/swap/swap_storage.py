@@ -20,8 +20,7 @@ from enum import StrEnum
 
 from twinpool.cache.pool.page_allocator import Lease, Pin
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock
+from twinpool.cache.prefix_cache.tree_node import NodeLock, TokenPrefix
 from twinpool.cache.storage.page_store import PageStore, PendingResult
 from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from twinpool.cache.swap.offload import OffloadedPages

@@ -38,8 +38,7 @@ from itertools import islice
 import zmq
 
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import token_ids
-from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode, token_ids
 from twinpool.contracts.block_hash import KEY_BYTES
 from twinpool.contracts.config.cache_config import EventsConfig
 from twinpool.contracts.credentials.certificate_files import CurvePair

@@ -28,9 +28,8 @@ from enum import StrEnum
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_components import TreeComponent, WindowComponent
-from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier
+from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TokenPrefix
 from twinpool.cache.storage.page_store import PageStore, PendingResult
 from twinpool.cache.storage.storage_backend import ObjectOutcome
 from twinpool.cache.tiers.backup import HostBackup

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, due
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import RequestId, Role

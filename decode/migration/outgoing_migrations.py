@@ -41,10 +41,9 @@ from twinpool.contracts.messages.router_commands import PauseForMigration, PeerR
 from twinpool.contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
 from twinpool.contracts.state_table import StateTable
 from twinpool.decode.migration.drain_offers import DrainAdvisor
-from twinpool.decode.request import DecodePhase, DecodeRequest, RequestFailed, RequestLeft, RouterEvent
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import DecodePages, DecodePhase, DecodeRequest, RequestFailed, RequestLeft, RouterEvent
 from twinpool.decode.scheduler import DecodeScheduler
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome

@@ -19,8 +19,8 @@ from enum import StrEnum
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import DONE
-from twinpool.cache.memory.required_pages import due
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.memory.kv_cache_spec import due
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.block_hash import KEY_BYTES, block_hashes
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
@@ -30,11 +30,10 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import PullPrefix, PushPrefix
 from twinpool.contracts.messages.worker_events import PullDone, PushReady
 from twinpool.contracts.state_table import StateTable
-from twinpool.decode.request import DecodeRequest, RouterEvent
-from twinpool.decode.request_pages import DecodePages
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.decode.request import DecodePages, DecodeRequest, RouterEvent
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.request_table import RequestTable, pages_within, sendable_pages

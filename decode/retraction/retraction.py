@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.cache.swap.offload import PageDamage
 from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
 from twinpool.contracts.clock import Clock

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from twinpool.cache.pool.load_gate import GateDoor, LayerBuffers
+from twinpool.cache.pool.pool_set import GateDoor, LayerBuffers
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan, muted, muted_slots
 from twinpool.engine.attention.kv_quantization import store

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from twinpool.cache.pool.load_gate import GateDoor, LayerBuffers
+from twinpool.cache.pool.pool_set import GateDoor, LayerBuffers
 from twinpool.engine.layers.decoder import DraftLayer, ForwardContext, Layer, Norm, Sublayer
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 
@@ -77,7 +77,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class OwnBuffers:
-    """Implements `cache.pool.load_gate.GateDoor` by the draft layer's own buffers of a pool, under the names that
+    """Implements `cache.pool.pool_set.GateDoor` by the draft layer's own buffers of a pool, under the names that
     attention has for them."""
 
     def __init__(self, door: GateDoor) -> None:

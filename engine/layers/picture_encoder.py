@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from twinpool.cache.device.device_copies import to_device
 from twinpool.cache.device.device_port import Device, DeviceOp, DeviceStream
-from twinpool.cache.memory.pinned_memory import to_device
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.engine.attention.attention_plan import PictureSpan
 from twinpool.engine.layers.picture_tower import PictureTower, Slices, whole

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import copy_up
+from twinpool.cache.device.device_copies import copy_up
 from twinpool.contracts.checkpoint.rope_spec import RopeSpec
 
 _TABLE_STEP = 4096

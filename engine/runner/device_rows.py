@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.cache.allocation import DeviceRow, TableSlice
-from twinpool.cache.memory.pinned_memory import HostIntegers, upload
+from twinpool.cache.device.device_copies import HostIntegers, upload
 from twinpool.cache.pool.page_allocator import EpochTable
 
 _FIRST_ROWS = 16

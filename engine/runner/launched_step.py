@@ -14,8 +14,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from twinpool.cache.device.device_copies import to_device, to_host, upload
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
-from twinpool.cache.memory.pinned_memory import to_device, to_host, upload
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, ServeExperts, TableEntries, TablePlace
 from twinpool.contracts.sampling_params import CLASSES, JUDGED, ChosenExperts
 from twinpool.engine.attention.attention_plan import StepShape

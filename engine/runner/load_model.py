@@ -21,8 +21,8 @@ from torch import Tensor
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.page_allocator import EpochTable
+from twinpool.cache.pool.pool_set import LoadGate
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec

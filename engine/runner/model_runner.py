@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.allocation import DeviceRow, numbers
+from twinpool.cache.device.device_copies import HostIntegers, to_device, to_host, upload
 from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, LayerMarks, spans
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from twinpool.cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
-from twinpool.cache.pool.load_gate import GateDoor, GatePass, LoadGate
 from twinpool.cache.pool.page_allocator import EpochTable
+from twinpool.cache.pool.pool_set import GateDoor, GatePass, LoadGate
 from twinpool.contracts.errors import ConfigError, UnorderedAccess
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.contracts.messages.rank_orders import RunStep

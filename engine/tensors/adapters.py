@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.cache.device.device_copies import to_device
 from twinpool.contracts.checkpoint.adapter_files import (
     TENSORS,
     AdapterFiles,

@@ -43,7 +43,7 @@ from twinpool.sim.fabric.plane_faults import DelayedStore, FlyingStore, StoreFau
 from twinpool.sim.fabric.sim_network import SimNetwork
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
-from twinpool.transfer.planes.notice_inbox import OrderedNotices
+from twinpool.transfer.planes.one_sided import OrderedNotices
 from twinpool.transfer.planes.rank_fan import fan, packed_ranks, rank_cut, unpacked_ranks, writers
 
 

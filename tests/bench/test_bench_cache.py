@@ -14,7 +14,7 @@ from bench.cache.plain_trie import Trie
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.cache.trace_replay import Sizes, replay
 from bench.cache.tree_workload import PAGE_TOKENS, Clients, TreeSide, fill
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 
 SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"
 BLOCK = 512

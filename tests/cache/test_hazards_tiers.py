@@ -15,8 +15,7 @@ from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NO_LOCKS, PageOffer, Tier
+from twinpool.cache.prefix_cache.tree_node import NO_LOCKS, PageOffer, Tier, TokenPrefix
 from twinpool.cache.storage.io_queue import StorageOp
 
 PAGE_TOKENS = 2

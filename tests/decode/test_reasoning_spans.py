@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twinpool.decode.request_pages import ReasoningSpans
+from twinpool.decode.request import ReasoningSpans
 
 OPENS, CLOSES = 8, 9
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from twinpool.cache.allocation import BlockTable, TableSlice
-from twinpool.cache.memory.pinned_memory import HostIntegers, upload_packed
+from twinpool.cache.device.device_copies import HostIntegers, upload_packed
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.engine.runner.device_rows import DeviceBlockTables, DeviceRows, PlannedTables
 

@@ -26,7 +26,7 @@ from tests.support.checkpoints import VOCAB
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, NO_GATES, DeviceOp, DeviceStream, PageSpanUse
-from twinpool.cache.pool.load_gate import GatePass
+from twinpool.cache.pool.pool_set import GatePass
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import RowOutput, TokenDraw
 

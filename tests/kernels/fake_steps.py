@@ -132,7 +132,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 class AsOnGpu(TorchFunctionMode):
     """What torch does with a GPU's tensors only where it is built for GPUs, such as indexing. `launching`: refuses
-    tensors made of the host's numbers anywhere but in `pinned_memory`."""
+    tensors made of the host's numbers anywhere but in `device_copies`."""
 
     def __init__(self, launching: bool = True) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ _GUARDED: dict[str, Callable[..., Any]] = {
     "copy_": aten.copy_.default,
     "__invert__": aten.bitwise_not.default,
 }
-_PINNED = ("cache/memory/pinned_memory.py", "cache/memory/page_moves.py")
+_PINNED = ("cache/device/device_copies.py", "cache/memory/page_moves.py")
 Chosen = dict[int, torch.Tensor]
 """By dimension, the tensor that it is indexed by."""
 

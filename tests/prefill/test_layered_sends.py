@@ -11,9 +11,9 @@ from twinpool.cache.device.cpu_device import AsyncCpuDevice
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.ids import RoomId
 from twinpool.engine.runner.batch import BatchRow
-from twinpool.prefill.handover import LayeredSends, group_count
 from twinpool.prefill.request import PrefillRequest
 from twinpool.prefill.scheduler import ScheduledChunk
+from twinpool.prefill.step_commit import LayeredSends, group_count
 from twinpool.transfer.planes.data_plane import SentCounts
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 

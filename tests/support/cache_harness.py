@@ -38,12 +38,10 @@ from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.memory.page_moves import gather
-from twinpool.cache.pool.load_gate import LayerBuffers
 from twinpool.cache.pool.page_allocator import Pin
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.pool.pool_set import LayerBuffers, PoolSet
 from twinpool.cache.prefix_cache.tree_components import WindowComponent
-from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix, TreeNode
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName

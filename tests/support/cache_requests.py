@@ -11,7 +11,7 @@ import torch
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Completion
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.cache.tiers.prefetch import PrefetchRequest
 
 

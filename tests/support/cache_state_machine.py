@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from tests.support.cache_harness import World
 from tests.support.cache_requests import Visitor
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix
 from twinpool.cache.tiers.prefetch import Prefetcher
 
 PAGE_TOKENS = 2

@@ -14,7 +14,7 @@ from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.required_pages import extents
+from twinpool.cache.memory.kv_cache_spec import extents
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
@@ -28,20 +28,18 @@ from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.drafting import Drafter, Drafting
-from twinpool.decode.request import DecodeRequest
-from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.request import DecodePages, DecodeRequest
 from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.sim.fabric.hash_engine import HashEngine
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, PromptArrived
-from twinpool.worker.request_gate import RequestGate
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import RequestGate, RequestTable
 from twinpool.worker.step_commit import NonfiniteRows
 
 PAGE = 4

@@ -23,12 +23,10 @@ from tests.support.model_families import EVERY
 from tests.support.worker_pair import Answer, Pair, counts_for, pair
 from tests.support.worker_parts import manager_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, due
 from twinpool.cache.memory.memory_layout import BufferLayout
-from twinpool.cache.memory.required_pages import due
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix
 from twinpool.cluster.assembly.memory_plan import state_options
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.worker_config import EngineConfig

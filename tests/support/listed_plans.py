@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from twinpool.cache.allocation import NULL_PAGE
-from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.cache.device.device_copies import to_device
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan, StepShape, make_plan
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.family_scenes import CHUNK, PAGE, tokens_of
 from tests.support.stepped_cluster import company, generated, hears
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.contracts.messages.worker_events import MigrationDone
 from twinpool.contracts.sampling_params import SamplingParams
 

@@ -12,7 +12,7 @@ from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict

@@ -18,7 +18,7 @@ from tests.support.pool_sets import entry
 from tests.support.room_ends import Ends, Prompt
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DONE, spans
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import CapacityError, ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName

@@ -16,10 +16,9 @@ from tests.support.stand_in_ranks import RankedSeat, content, fill, tp_manager
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.kv_cache_spec import HeldPages, PoolSetSpec, due, extents
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_digest import ContentTag
-from twinpool.cache.memory.required_pages import HeldPages, due, extents
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.block_hash import block_hashes
@@ -38,11 +37,11 @@ from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane
 from twinpool.transfer.rooms import room_states
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_peers import SenderPeers

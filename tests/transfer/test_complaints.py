@@ -36,9 +36,9 @@ from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tcp import zmq_plane as tcp
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
 from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.room_messages import HandoverMetadata, pack
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender, _sealed
 

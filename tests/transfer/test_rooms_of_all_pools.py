@@ -11,7 +11,7 @@ from tests.support.pool_sets import NAMES, entry, pool_sets
 from tests.support.room_ends import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef

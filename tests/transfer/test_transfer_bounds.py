@@ -22,9 +22,9 @@ from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.planes import notice_inbox
+from twinpool.transfer.planes import one_sided
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
-from twinpool.transfer.planes.notice_inbox import MAX_HELD, OrderedNotices
+from twinpool.transfer.planes.one_sided import MAX_HELD, OrderedNotices
 from twinpool.transfer.planes.tcp import zmq_plane as tcp
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
@@ -145,7 +145,7 @@ def test_a_page_that_is_longer_than_the_configured_frame_is_taken_in_all_the_sam
 def test_one_poll_of_a_plane_takes_in_a_bounded_number_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of garbage keeps nobody in `poll`: what was dropped counts, too."""
     monkeypatch.setattr(tcp, "AT_ONCE", 7)
-    monkeypatch.setattr(notice_inbox, "AT_ONCE", 7)
+    monkeypatch.setattr(one_sided, "AT_ONCE", 7)
     for plane in ("shm", "zmq"):
         with ends(SPEC, plane) as both, calling(data_endpoint(both)) as stranger:
             for _ in range(30):

@@ -60,7 +60,7 @@ from twinpool.transfer.planes.direct.shm_plane import ShmPlane
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 from twinpool.transfer.rooms import room_messages as t
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
+from twinpool.transfer.rooms.room_messages import HandoverMetadata, copy_out, pack
 
 COMMANDS = [message for cls in union(router_commands.Command) for message in all_of(cls)]
 EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cls)]

@@ -19,8 +19,7 @@ from tests.support.worker_pair import Pair, pair
 from tests.support.worker_parts import manager_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import NoEvents
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
-from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TokenPrefix, TreeNode, token_ids
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventRecorder
 from twinpool.cluster.assembly.build_parts import event_rank
 from twinpool.contracts.block_hash import block_hashes

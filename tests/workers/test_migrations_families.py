@@ -10,7 +10,7 @@ from tests.support.family_scenes import tokens_of
 from tests.support.migration_scenes import COUNT, expect_migrations_change_nothing
 from tests.support.model_families import FAMILIES
 from tests.support.stepped_cluster import company, generated, hears
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.contracts.messages.worker_events import MigrationDone
 from twinpool.contracts.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.stepped_cluster import Company, company, hears
 from tests.support.worker_pair import SESSION, turns
 from tests.support.worker_parts import receiver_of
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix

@@ -17,8 +17,7 @@ from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
-from twinpool.worker.request_gate import ADAPTER_WAIT_S, RequestGate
-from twinpool.worker.request_table import AdmissionRefusal
+from twinpool.worker.request_table import ADAPTER_WAIT_S, AdmissionRefusal, RequestGate
 
 ONE, OTHER = SessionId(1), SessionId(2)
 UNOWNED_S = 40.0

@@ -21,8 +21,8 @@ from twinpool.contracts.messages.router_commands import Cancel, Submit
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import DrawnToken, RowOutput
-from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from twinpool.prefill.request import PrefillEvent
+from twinpool.prefill.step_commit import Damaged, Granted, Lost, PrefillHandover
 from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.request_table import sendable_pages

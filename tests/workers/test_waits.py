@@ -19,7 +19,7 @@ from twinpool.contracts.messages.worker_events import PrefixOffered
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.migration.drain_offers import PATIENCE_S, PrefixOffers
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request_gate import RequestGate
+from twinpool.worker.request_table import RequestGate
 from twinpool.worker.step_commit import StepOverlap
 
 WORKERS = ("prefill-0", "decode-0", "colocated-0")

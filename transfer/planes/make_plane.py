@@ -7,7 +7,7 @@ from twinpool.contracts.config.plane_choice import with_plane
 from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import RankDataPlane, WakeCallback
 from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc
-from twinpool.transfer.planes.direct.local_plane import LocalPlane
+from twinpool.transfer.planes.direct.direct_link import LocalPlane
 from twinpool.transfer.planes.direct.shm_plane import ShmPlane
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane

@@ -45,7 +45,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RoomId, WorkerName
 from twinpool.contracts.state_table import StateTable
 from twinpool.transfer.planes.data_plane import PageNumbers
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 
 
 class SenderState(StrEnum):

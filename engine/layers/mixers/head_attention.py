@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec
-from twinpool.cache.pool.load_gate import LayerBuffers
+from twinpool.cache.pool.pool_set import LayerBuffers
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
 from twinpool.engine.attention.kv_quantization import kv_scales, store, with_scales

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.pool.load_gate import GateDoor
+from twinpool.cache.pool.pool_set import GateDoor
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.layers.decoder import ForwardContext

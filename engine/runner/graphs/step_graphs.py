@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.pool.load_gate import GateDoor
+from twinpool.cache.pool.pool_set import GateDoor
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import BackendPlan

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.cache.device.device_copies import to_device, upload
 from twinpool.contracts.sampling_params import SamplingParams
 
 _WORD = 32

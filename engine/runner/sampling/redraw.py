@@ -24,7 +24,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device, to_host
+from twinpool.cache.device.device_copies import to_device, to_host
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device, to_host
+from twinpool.cache.device.device_copies import to_device, to_host
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.engine.runner.batch import DrawnToken, TokenDraw
 from twinpool.engine.runner.device_rows import TokenHistory, rectangle

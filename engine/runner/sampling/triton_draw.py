@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.cache.device.device_copies import to_device
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.sampling import draw_kernel
 

@@ -9,7 +9,7 @@ import torch
 
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, LayerMarks, PageSpanUse
-from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.pool_set import LoadGate
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import UnorderedAccess
 

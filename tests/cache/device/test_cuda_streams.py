@@ -13,7 +13,7 @@ from tests.support.cuda_streams import POISON, CudaStreams, Memory, Stream, stre
 from twinpool.cache.device.cuda_device import CudaDevice
 from twinpool.cache.device.device_copies import CudaCopies, device_copies, zeroed
 from twinpool.cache.device.device_port import Completion, DeviceOp, DeviceStream, LayerMarks, failure
-from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.pool_set import LoadGate
 
 COMPUTE, LOAD, SAVE, SEND = DeviceStream.COMPUTE, DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND
 GPU = torch.device("cuda", 0)

@@ -9,8 +9,8 @@ import torch
 
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
-from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.page_allocator import InFlightPins, PageAllocator
+from twinpool.cache.pool.pool_set import LoadGate
 from twinpool.contracts.errors import CapacityError, UnorderedAccess
 
 SEEDS = range(60)

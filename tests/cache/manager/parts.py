@@ -9,16 +9,14 @@ from typing import Any
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.allocation import Allocation, CachedTokens
 from twinpool.cache.device.cpu_device import CpuDevice
-from twinpool.cache.manager.allocations import Allocations
+from twinpool.cache.manager.allocations import Allocations, LoadPlanner
 from twinpool.cache.manager.finished_pages import FinishedPages
-from twinpool.cache.manager.load_or_recompute import LoadPlanner
 from twinpool.cache.manager.running_pages import PageSupply, PoolKinds, RunningPages
 from twinpool.cache.manager.tier_set import NoBackup, NoPrefetcher
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer, TokenPrefix
 from twinpool.contracts.config.cache_config import CacheConfig
 
 PAGE_TOKENS = 4

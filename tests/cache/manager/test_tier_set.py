@@ -10,7 +10,7 @@ from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import CapacityError

@@ -7,8 +7,16 @@ import random
 import pytest
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.required_pages import due, extents, missing
+from twinpool.cache.memory.kv_cache_spec import (
+    BufferSpec,
+    IndexSpace,
+    PoolKind,
+    PoolSetSpec,
+    PoolSpec,
+    due,
+    extents,
+    missing,
+)
 
 
 def spec(page_tokens: int, window_tokens: int) -> PoolSetSpec:

@@ -10,8 +10,7 @@ from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import DeviceStream
 from twinpool.cache.pool import tp_ranks
-from twinpool.cache.pool.load_gate import LoadGate
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.pool_set import LoadGate, PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
 

@@ -2,7 +2,7 @@ from contextlib import suppress
 
 from torch import zeros
 
-from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.pool_set import LoadGate
 
 
 class Load:

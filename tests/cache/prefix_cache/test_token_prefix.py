@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, common_pages
-from twinpool.cache.prefix_cache.tree_node import PageOffer
+from twinpool.cache.prefix_cache.tree_node import PageOffer, TokenPrefix, common_pages
 from twinpool.contracts.block_hash import KEY_BYTES, block_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

@@ -16,8 +16,7 @@ from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier, TokenPrefix
 from twinpool.contracts.config.cache_config import CacheConfig
 
 PAGE_TOKENS = 4

@@ -8,8 +8,7 @@ from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TokenPrefix, TreeNode
 
 PAGE_TOKENS = 2
 A, B, C = [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]

@@ -10,8 +10,7 @@ import pytest
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TokenPrefix, TreeNode
 
 
 def test_a_part_named_twice_is_locked_once_and_unlocked_once() -> None:

@@ -8,8 +8,7 @@ from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted,
 from tests.support.cache_harness import World
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager import swapped_requests
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap import swap_storage
 from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace

@@ -13,8 +13,7 @@ from tests.support.executed_lines import steps
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
-from twinpool.cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier, TokenPrefix, token_ids
 from twinpool.cache.tiers import kv_event_publisher as event_publisher
 from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.contracts.block_hash import block_hashes

@@ -18,8 +18,7 @@ from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp, StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, seal

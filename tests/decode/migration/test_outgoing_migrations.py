@@ -16,7 +16,7 @@ from twinpool.contracts.messages.worker_events import Done, MigrationDone, Migra
 from twinpool.decode.migration.drain_offers import DrainAdvisor, MigrationCosts
 from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
 from twinpool.decode.request import DecodePhase, RequestFailed, RequestLeft, RouterEvent
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome

@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
 from tests.support.decode_parts import PAGE, PEER, SESSION, DecodeParts
-from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
 from twinpool.contracts.messages.router_commands import PullPrefix, PushPrefix
 from twinpool.contracts.messages.worker_events import PullDone, PushReady
 from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
 from twinpool.decode.request import DecodeRequest, RouterEvent
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 

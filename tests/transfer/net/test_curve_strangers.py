@@ -15,7 +15,7 @@ from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import PeerDead
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
-from twinpool.transfer.planes.notice_inbox import NoticeInbox
+from twinpool.transfer.planes.one_sided import NoticeInbox
 
 WAIT_S = 60.0
 MINE, THEIRS = CurveKeys.from_secret(b"m" * 32), CurveKeys.from_secret(b"t" * 32)

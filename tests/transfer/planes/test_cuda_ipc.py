@@ -13,7 +13,7 @@ from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, ends, placed
 from tests.support.stand_in_ranks import headed_sets
 from twinpool.cache.device.device_port import Completion
-from twinpool.cache.memory.required_pages import due
+from twinpool.cache.memory.kv_cache_spec import due
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.transfer.planes import make_plane

@@ -11,7 +11,7 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget
-from twinpool.transfer.planes.direct.local_plane import LocalPlane
+from twinpool.transfer.planes.direct.direct_link import LocalPlane
 
 SPEC = pool_sets()["full"]
 

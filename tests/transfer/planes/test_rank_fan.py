@@ -21,7 +21,7 @@ from twinpool.contracts.errors import ErrorKind, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import PostWrite
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, launch_write
-from twinpool.transfer.planes.notice_inbox import OrderedNotices
+from twinpool.transfer.planes.one_sided import OrderedNotices
 from twinpool.transfer.planes.rank_fan import (
     MAX_RANKS,
     AllWrites,

@@ -15,8 +15,8 @@ from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.sim.fabric.plane_faults import StoreFault
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.receiver_peers import PeerUnreachable
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 from twinpool.transfer.rooms.sender.sender_peers import SenderPeer
 

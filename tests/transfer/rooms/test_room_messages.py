@@ -15,7 +15,7 @@ from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import SLOT_BYTES
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
+from twinpool.transfer.rooms.room_messages import HandoverMetadata, copy_out, pack
 
 ROOM = RoomId("room-1")
 MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")

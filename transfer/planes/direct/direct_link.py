@@ -1,23 +1,40 @@
-"""The writer's side of planes `local`, `shm` and `cuda_ipc`: stores straight into the reader's memory."""
+"""The writer's side of planes `local`, `shm` and `cuda_ipc`, which stores straight into the reader's memory; and plane
+`local`, whose reader and writer are in one process.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+import zmq
 
-from twinpool.cache.device.device_copies import device_copies
+from twinpool.cache.device.device_copies import CPU, device_copies, zeroed
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, layer_pairs
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.errors import WireError
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import LayoutMismatch, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.fault_injection import WriteFaults
-from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from twinpool.transfer.planes.one_sided import NoticeLine
+from twinpool.transfer.planes.data_plane import (
+    PageWrite,
+    RoomTarget,
+    SentCounts,
+    SlotWrite,
+    WakeCallback,
+    WriteLink,
+    said,
+)
+from twinpool.transfer.planes.one_sided import AT_ONCE, NoticeLine, OneSidedPlane
+from twinpool.transfer.planes.rank_fan import fan
 
 HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""
@@ -160,3 +177,64 @@ def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
     first = tuple(PoolMove(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
     rest = tuple(PoolMove(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
     return PageMove(first), PageMove(rest)
+
+
+# ------------------------------------------------------------ plane local
+
+
+class LocalPlane(OneSidedPlane):
+    """The data plane of reader and writer in one process: for tests, and for trying things out without a cluster."""
+
+    kind = "local"
+    by_peer = False
+    _readers: ClassVar[dict[str, LocalPlane]] = {}
+
+    def __init__(self, faults: FaultsConfig, wake: WakeCallback, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
+        self._token = secrets.token_hex(16)
+        self._arrived: deque[bytes] = deque()
+        self._wake = wake
+        self._faults = WriteFaults(faults)
+        self.dropped = 0
+        self._readers[self._token] = self
+
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        return zeroed(nbytes, device)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._pools, self._slots = pools, slots
+
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        return {"ranks": [{"token": self._token}]}
+
+    def sever(self, peer: str) -> None: ...
+
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
+        return fan(self._pools.spec, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
+        reader = self._readers.get(said(descriptor, "token", str))
+        if reader is None:
+            raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")
+
+        def notify(data: bytes) -> None:
+            reader._arrived.append(data)
+            reader._wake()
+
+        pools, slots = reader._pools, reader._slots
+        if slots is None and reader._rank == 0:
+            raise LayoutMismatch("plane local: the reader has no metadata slots")
+        here, there = self._pools.region.device, pools.region.device
+        if here != there:
+            raise LayoutMismatch(f"plane local: the reader's pools lie on {there}, the writer's on {here}")
+        return DirectLink(self._pools, pools.region, pools.layout, slots, NoticeLine(notify), self._faults, cut)
+
+    def poll(self) -> list[bytes]:
+        return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return ()
+
+    def close(self) -> None:
+        self._readers.pop(self._token, None)

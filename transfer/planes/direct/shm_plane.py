@@ -35,8 +35,7 @@ from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, WriteLink, refuse_device_memory, said
 from twinpool.transfer.planes.direct.cuda_ipc import DeviceSharing, MappedRegion
 from twinpool.transfer.planes.direct.direct_link import HEAD, DirectLink
-from twinpool.transfer.planes.notice_inbox import NoticeInbox
-from twinpool.transfer.planes.one_sided import NoticeLine, OneSidedPlane, described_layout
+from twinpool.transfer.planes.one_sided import NoticeInbox, NoticeLine, OneSidedPlane, described_layout
 from twinpool.transfer.planes.rank_fan import described_ranks, fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s

@@ -38,8 +38,7 @@ from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
 from twinpool.transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
-from twinpool.transfer.planes.notice_inbox import NoticeInbox
-from twinpool.transfer.planes.one_sided import MAX_COUNT, NoticeLine, OneSidedPlane, described_layout
+from twinpool.transfer.planes.one_sided import MAX_COUNT, NoticeInbox, NoticeLine, OneSidedPlane, described_layout
 from twinpool.transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s

@@ -7,7 +7,7 @@ it stores anything, and a write of several pools that doesn't fit in one is stor
 Pages go down plain sockets (`transfer.planes.tcp.zmq_link`), on threads of their own at both ends and without a
 copy by either process: the kernel takes them from the writer's pages and puts them into the reader's
 (`transfer.planes.tcp.data_listener`). Off the loopback what they carry is sealed. Notices and metadata go over a ZMQ
-socket and may overtake pages: a notice waits for the writes before it (`transfer.planes.notice_inbox`).
+socket and may overtake pages: a notice waits for the writes before it (`transfer.planes.one_sided`).
 
 Between workers of several ranks each rank has its own sockets at the reader, and a write holds what the two ranks have
 in common. Notices go to the leader.
@@ -49,7 +49,7 @@ from twinpool.transfer.planes.data_plane import (
     refuse_device_memory,
     said,
 )
-from twinpool.transfer.planes.notice_inbox import AT_ONCE, OrderedNotices, pull_socket
+from twinpool.transfer.planes.one_sided import AT_ONCE, OrderedNotices, pull_socket
 from twinpool.transfer.planes.rank_fan import fan, packed_ranks, rank_cut, unpacked_ranks, writers
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart

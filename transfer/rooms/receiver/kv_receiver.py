@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from twinpool.cache.device.device_port import DEVICE, spans
-from twinpool.cache.memory.required_pages import NOTHING, HeldPages, due, missing
+from twinpool.cache.memory.kv_cache_spec import NOTHING, HeldPages, due, missing
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId

@@ -25,15 +25,15 @@ from twinpool.cache.device.device_port import (
     attempt,
     failure,
 )
-from twinpool.cache.memory.required_pages import extents
+from twinpool.cache.memory.kv_cache_spec import extents
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeer
+from twinpool.transfer.rooms.room_messages import HandoverMetadata, copy_out
 from twinpool.transfer.rooms.room_states import ExpectedPrompt, ReceiverState, RoomProgress
 
 

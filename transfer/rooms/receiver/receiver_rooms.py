@@ -20,7 +20,6 @@ from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId, request_in
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.peers import RoomEnd
 from twinpool.transfer.rooms.receiver.receiver_peers import (
     NoticeHeard,
@@ -31,6 +30,7 @@ from twinpool.transfer.rooms.receiver.receiver_peers import (
     ReceiverPeers,
 )
 from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck, Damage, Hole, PageCheck, ReceiverRoom
+from twinpool.transfer.rooms.room_messages import HandoverMetadata
 from twinpool.transfer.rooms.room_states import (
     RECEIVER,
     ExpectedPrompt,

@@ -20,8 +20,8 @@ from twinpool.contracts.messages.worker_status import EndedWorker
 from twinpool.transfer.net.control_channel import ProcessIdentity
 from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, SlotWrite
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
 from twinpool.transfer.rooms.peers import RoomEnd
+from twinpool.transfer.rooms.room_messages import HandoverMetadata, pack
 from twinpool.transfer.rooms.room_states import LayeredPages, SendablePages, SenderEvent, SenderState
 from twinpool.transfer.rooms.sender.sender_peers import (
     MessageHeard,
