@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.router.stage import Stage
-from tests.support.worker_parts import scheduler_of, table_of
+from tests.support.worker_parts import migrating, retracted, scheduler_of, table_of
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import PeerDead
@@ -36,14 +36,14 @@ def test_every_hazard_has_a_test_that_bears_its_name() -> None:
 
 def queues_of(decode: DecodeWorker) -> dict[str, list[int]]:
     """Every list of a decode worker that owns requests, by the phase that it is for."""
-    retraction, migrations = scheduler_of(decode).retraction, decode._migrations
+    retraction = scheduler_of(decode).retraction
     lists = {
         "waiting": scheduler_of(decode).waiting,
         "running": scheduler_of(decode).running,
         "retracting": retraction._leaving,
-        "retracted": retraction._away,
+        "retracted": retracted(decode),
         "resuming": retraction._coming,
-        "leaving": [d.request for d in migrations._by_room.values() if d.stage is not Departing.STOPPING],
+        "leaving": [d.request for d in migrating(decode).values() if d.stage is not Departing.STOPPING],
     }
     return {name: [id(request) for request in requests] for name, requests in lists.items()}
 

@@ -21,7 +21,7 @@ import torch
 from tests.support.checkpoints import VOCAB, Oracle, compare
 from tests.support.model_families import EVERY
 from tests.support.worker_pair import Answer, Pair, counts_for, pair
-from tests.support.worker_parts import manager_of
+from tests.support.worker_parts import manager_of, peers_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, due
 from twinpool.cache.memory.memory_layout import BufferLayout
@@ -343,7 +343,7 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
         before = buffer.saved(pools, mine)
         (buffer.scramble if whole else buffer.flip)(pools, mine, len(hurt))
         write(room, finished, after, generation)
-        for peer in sender._peers.values():
+        for peer in peers_of(sender).values():
             peer.writes.settle()  # On some devices it is under way still.
         buffer.restore(pools, mine, before)
         hurt.extend(mine)

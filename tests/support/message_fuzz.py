@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.pool_sets import entry, pool_sets
 from tests.support.room_ends import Ends, Prompt, ends, image
+from tests.support.worker_parts import inbox_of
 from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RoomId
@@ -189,7 +190,7 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
         ways: list[Callable[[bytes], object]] = [
             t.stranger.send,
             t.writer.channel.send,
-            lambda said: t.both.sender_peers._inbox.send(b"decode-0:1", said),
+            lambda said: inbox_of(t.both.sender).send(b"decode-0:1", said),
             lambda said: t.reader.link.notify(room, said),
             lambda said: t.reader.link.notify(room, m.summed(said)),
             lambda said: socket.send_multipart([said]),

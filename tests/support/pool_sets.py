@@ -8,6 +8,7 @@ import torch
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.sim.fabric.hash_answers import STATE_PLACES
 
@@ -64,8 +65,13 @@ def worn(pools: PoolSet, seed: int | str) -> PoolSet:
     """As after a long life: pages and slots are handed out in no order, and in another one in each pool and place. So a
     number of one side is hardly ever that of the other side, and who asks with the wrong one is found out."""
     for name, allocator in pools.allocators.items():
-        random.Random(f"{seed} {name}").shuffle(allocator._free)
+        random.Random(f"{seed} {name}").shuffle(free_list(allocator))
     return pools
+
+
+def free_list(allocator: PageAllocator) -> list[int]:
+    """The free indices, the next one last; the allocator's own list, for tests that break it."""
+    return allocator._free
 
 
 def entry(pools: PoolSet, pool: str, index: int) -> list[bytes]:

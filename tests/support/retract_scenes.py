@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.support.worker_pair import Answer, Pair, pair
-from tests.support.worker_parts import manager_of, scheduler_of
+from tests.support.worker_parts import manager_of, retract_on, scheduler_of
 from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
@@ -134,7 +134,7 @@ def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> A
 def request_swapped(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
     """Retract it; it stays away until the next round."""
     scheduler_of(decode).retract(request)
-    decode._act(scheduler_of(decode).retraction.advance())
+    retract_on(decode)
     assert request.phase == "retracted"
 
 

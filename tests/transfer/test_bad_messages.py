@@ -16,6 +16,7 @@ from msgspec import structs
 from tests.support.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refused, too_short, wrong_types
 from tests.support.pool_sets import entry
 from tests.support.room_ends import ends
+from tests.support.worker_parts import inbox_of, slots_of
 from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId
@@ -55,7 +56,7 @@ def test_every_field_of_every_control_message_to_decode_may_be_wrong(plane: str)
         said += [WORDS["quiesced"](room, t.ticket), WORDS["failed"](room, t.ticket)]
         bad = [data for message in said for _, data in wrong_types(raw(message))]
         bad += [data for message in said for data in too_short(raw(message))]
-        inbox = t.both.sender_peers._inbox
+        inbox = inbox_of(t.both.sender)
         refused(t.both.receiver, len(bad), t.both, lambda n: inbox.send(b"decode-0:1", msgpack.packb(bad[n])), len(bad))
         t.untouched()
         t.ends_well()
@@ -221,7 +222,7 @@ def test_a5_a_refusal_is_no_proof_that_nobody_writes(plane: str) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(24)
         leases = both.open(prompt)
-        both.sender_peers._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
+        inbox_of(both.sender).send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
         while not both.outcomes:  # The writer, for once, is slow to hear what decode says to that.
             both.outcomes += both.receiver.poll()
             both.waiter.wait(0.01)
@@ -310,7 +311,7 @@ def test_every_field_of_every_frame_may_be_wrong() -> None:
         t.both.until(lambda: plane.dropped >= len(bad), f"{len(bad)} dropped")
         assert plane.dropped == len(bad)
         socket.close(linger=0)
-        slots = t.both.receiver._arrivals._slots
+        slots = slots_of(t.both.receiver)
         assert not slots.any(), "nobody has written metadata"
         t.untouched()
         t.ends_well()

@@ -19,6 +19,7 @@ import zmq
 
 from tests.support.pool_sets import entry, filled, pool_sets
 from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
+from tests.support.worker_parts import rooms_of, slots_of
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.memory_layout import PoolSetLayout
@@ -273,11 +274,11 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
             writer.poll()
             old.poll()
             waiter.wait(0.01)
-        stale = writer._rooms[room]
+        stale = rooms_of(writer)[room]
         assert stale.peer is not None
         assert stale.target is not None
         new = start()
-        before, slots = image(new._pools), new._arrivals._slots.clone()
+        before, slots = image(new._pools), slots_of(new).clone()
         if plane in OVER_TCP:
             # What is sent while the old connection ends may be lost with it: only the next one is of interest here.
             ended = False
@@ -299,8 +300,8 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
             assert new.poll() == []
             waiter.wait(0.01)
         assert image(new._pools) == before
-        assert torch.equal(new._arrivals._slots, slots)
-        assert room not in writer._rooms
+        assert torch.equal(slots_of(new), slots)
+        assert room not in rooms_of(writer)
 
 
 def test_a_frame_for_the_reader_that_was_here_before_is_dropped() -> None:

@@ -15,6 +15,7 @@ import zmq
 
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, ends, image
+from tests.support.worker_parts import inbox_of
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
@@ -66,7 +67,7 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
             both.open(prompt)
             (peer,) = both.receiver_peers.values()
             sockets: list[tuple[Any, int]] = [
-                (both.sender_peers._inbox._socket, control),  # type: ignore[attr-defined]
+                (inbox_of(both.sender)._socket, control),
                 (peer.channel._socket, control),  # type: ignore[attr-defined]
                 (both.receiver_plane.waitable[0], control),
             ]
@@ -74,7 +75,7 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
                 longest, waiting = bounds_of(socket)
                 assert longest == most
                 assert 0 < waiting <= 1000
-            assert both.sender_peers._inbox._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"  # type: ignore[attr-defined]
+            assert inbox_of(both.sender)._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"
             both.receiver.abort(prompt.room, "enough")
             both.quiet()
 

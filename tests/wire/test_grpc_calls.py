@@ -123,10 +123,15 @@ async def test_paths_are_all_different_and_name_the_version() -> None:
 # ---------------------------------------------------------------- builds of other versions
 
 
+def bare(channel: CallChannel) -> Any:
+    """The channel below, over which any bytes can be sent to any path."""
+    return channel._channel
+
+
 async def code_of(channel: CallChannel, path: str, data: bytes = b"") -> tuple[grpc.StatusCode, str]:
     """How a call of any path, with any bytes, is refused."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await channel._channel.unary_unary(path, None, None)(data, timeout=WAIT_S)
+        await bare(channel).unary_unary(path, None, None)(data, timeout=WAIT_S)
     return refused.value.code(), str(refused.value.details())
 
 
@@ -177,7 +182,7 @@ async def test_entries_of_kinds_that_only_a_newer_build_knows_are_left_out_and_t
     unknown = newer(record, "conductor")
     report = ["r", [unknown, raw(record), unknown], [[7, [raw(record), unknown], "more"]], "more"]
     async with serving(handle_call(REPORT_RECORDS, take)) as channel:
-        await channel._channel.unary_unary(REPORT_RECORDS.path, None, None)(msgpack.packb(report), timeout=WAIT_S)
+        await bare(channel).unary_unary(REPORT_RECORDS.path, None, None)(msgpack.packb(report), timeout=WAIT_S)
     assert heard == [RecordReport("r", (record,), (RecordAnswer(7, (record,)),))]
     (said,) = [one for one in caplog.records if "newer build" in one.message]
     assert said.__dict__["left_out"] == 3
@@ -333,7 +338,7 @@ async def test_a_report_that_cant_be_read_is_refused_where_the_handler_reads_it(
 
     async with serving(handle_exchange(SUPERVISE, supervise)) as channel:
         good = SupervisorReport(((WorkerName("decode-0"), Incarnation(1)),))
-        stream: Any = channel._channel.stream_stream(SUPERVISE.path, None, None)(None, timeout=WAIT_S)
+        stream: Any = bare(channel).stream_stream(SUPERVISE.path, None, None)(None, timeout=WAIT_S)
         await stream.write(msgpack.packb(raw(good)))
         await stream.write(msgpack.packb([[["decode-0", -1]]]))
         await stream.done_writing()

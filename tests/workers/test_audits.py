@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.worker_pair import SESSION, Pair, pair
-from tests.support.worker_parts import manager_of
+from tests.support.worker_parts import auditor_of, gate_of, manager_of
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.interfaces.worker_interface import SessionId
@@ -205,7 +205,7 @@ def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counte
         both.prefill.handle(SESSION, audit_of(words(19, 100), [3], GREEDY))
         for _ in range(100 // 16):
             both.prefill.step()
-        running = both.prefill._auditor._running
+        running = auditor_of(both.prefill)._running
         assert running is not None
         pages = running.held.tables["full"].pages[:1]
         manager_of(both.prefill).pools.gates["full"].layer(0)["k"][pages[0]].fill_(torch.nan)
@@ -276,7 +276,7 @@ def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
             lambda _, event: told.append(event),
             lambda: None,
             most,
-            worker._gate,
+            gate_of(worker),
         )
         auditor.handle(SESSION, audit_of(words(16, 30), [1, 2, 3], GREEDY), busy=False)
         auditor.step()

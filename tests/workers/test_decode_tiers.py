@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
-from tests.support.worker_parts import manager_of, scheduler_of
+from tests.support.worker_parts import manager_of, scheduler_of, steps_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
@@ -86,7 +86,7 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
         assert compare(oracle, prompt, answer.list).equal
         naps.clear()
         both.submit(tokens(11, 20), GREEDY)
-        while not both.decode._steps:
+        while not steps_of(both.decode):
             both.step()
         both.decode.wait(0.1)
         assert not naps, "and not at all while there is something to compute"

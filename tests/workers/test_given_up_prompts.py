@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.hash_colocated import hash_colocated
 from tests.support.worker_pair import SESSION
-from tests.support.worker_parts import table_of
+from tests.support.worker_parts import lengths_of, table_of
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
@@ -108,7 +108,7 @@ def test_a_request_that_ends_before_it_runs_says_nothing_of_how_long_answers_are
         assert isinstance(both.decode, DecodeWorker)
         for _ in range(KNOWN):
             both.decode.handle(SESSION, Cancel(both.submit(PROMPT, PARAMS), 0))
-        assert both.decode._lengths.to_come(400) == 400, "nothing is known yet"
+        assert lengths_of(both.decode).to_come(400) == 400, "nothing is known yet"
 
 
 def test_the_part_that_a_cache_had_is_reported_as_such() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.stepped_cluster import Company, company, generated
-from tests.support.worker_parts import leaving, receiver_of, table_of
+from tests.support.worker_parts import advisor_of, leaving, peers_of, receiver_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import IllegalTransition
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
@@ -93,7 +93,7 @@ def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> N
 
 def _held_back(c: Company) -> list[Callable[[], object]]:
     """decode-0's word that it has received something doesn't go out; each call of the list lets one of them go."""
-    peers = receiver_of(c.decode("decode-0"))._peers
+    peers = peers_of(receiver_of(c.decode("decode-0")))
     send, held = peers.send, list[Callable[[], object]]()
 
     def hold(peer: Any, message: Any) -> bool:
@@ -172,7 +172,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         c.run(rid)
         worker = c.workers[WorkerName(name)]
         sender = worker.setup.sender  # type: ignore[attr-defined]
-        (peer,) = sender._peers.values()
+        (peer,) = peers_of(sender).values()
         write = _Held()
         peer.writes._writes.append(_queued(RoomId("over"), write))
         peer.writes.say(WriterQuiesced(RoomId("over"), 7))
@@ -274,7 +274,7 @@ def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_migrates(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with company(model) as c:
-        advisor = c.decode("decode-0")._advisor
+        advisor = advisor_of(c.decode("decode-0"))
         asked: list[tuple[int, float]] = []
         monkeypatch.setattr(advisor.costs, "worth_migrating", lambda _, most, step_s: asked.append((most, step_s)))
         submit = SimpleNamespace(sampling=SamplingParams(20), tokens=(1, 2, 3))

@@ -12,7 +12,17 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import leaving, manager_of, receiver_of, table_of
+from tests.support.worker_parts import (
+    act_on,
+    advisor_of,
+    leaving,
+    manager_of,
+    migrating,
+    migrations_of,
+    receiver_of,
+    rooms_of,
+    table_of,
+)
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
@@ -88,10 +98,10 @@ def _bring_to(c: Company, stage: str) -> RequestId:
     assert c.worker_of(rid) == "decode-0"
     c.core.migrations.begin(c.told[rid].request)
     c.act()
-    migrations = c.decode("decode-0")._migrations
+    migrations = migrating(c.decode("decode-0"))
     c.step("decode-0")
     for _ in range(20_000):
-        (migration,) = migrations._by_room.values()
+        (migration,) = migrations.values()
         if migration.stage == stage:
             assert c.decode("decode-0").check().violations == ()
             return rid
@@ -172,8 +182,8 @@ def test_where_both_go_on_the_router_hears_one_and_cancels_the_other(
 ) -> None:
     c, rid = going
     source = c.decode("decode-0")
-    (migration,) = source._migrations._by_room.values()
-    source._act(source._migrations._back(migration, "planted: it thinks that nobody took it"))
+    (migration,) = migrating(source).values()
+    act_on(source, migrations_of(source)._back(migration, "planted: it thinks that nobody took it"))
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
 
@@ -194,7 +204,7 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
 ) -> None:
     c, rid = going
     target = c.decode("decode-1")
-    room = next(iter(receiver_of(target)._rooms.values()))
+    room = next(iter(rooms_of(receiver_of(target)).values()))
     pools, full = manager_of(target).pools, manager_of(target).full
     index = room.runs[full].indices[room.shares.left(full).start]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
@@ -221,7 +231,7 @@ def test_c5_a_stream_stands_still_no_longer_than_it_may(model: Path, alone: list
         rid = _bring_to(c, "offered")
         for _ in range(10):
             c.step("prefill-0", "decode-0")
-        (migration,) = c.decode("decode-0")._migrations._by_room.values()
+        (migration,) = migrating(c.decode("decode-0")).values()
         clock.advance(1.9)
         c.step("prefill-0", "decode-0")
         assert migration.stage == "offered"
@@ -329,7 +339,7 @@ def test_a_request_that_ends_sooner_than_it_could_migrate_is_left_to_finish(mode
         (prompt,) = prompts(2, 1)
         rid = c.submit(prompt, seeded(1))
         c.until(generated(c, rid, COUNT - 3), "it to be nearly done")
-        c.decode("decode-0")._advisor.costs.bytes_per_s = 1.0
+        advisor_of(c.decode("decode-0")).costs.bytes_per_s = 1.0
         c.drain("decode-0")
         assert c.run(rid) == [alone]
         assert c.core.migrations.counts.begun == 0
@@ -433,8 +443,8 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     target = c.decode("decode-1")
-    c.until(lambda: any(r.state == "granted" for r in receiver_of(target)._rooms.values()), "a grant")
-    (room,) = receiver_of(target)._rooms.values()
+    c.until(lambda: any(r.state == "granted" for r in rooms_of(receiver_of(target)).values()), "a grant")
+    (room,) = rooms_of(receiver_of(target)).values()
     pools, full = manager_of(target).pools, manager_of(target).full
     for _ in turns(500):
         c.step("decode-1")

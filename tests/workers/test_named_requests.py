@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.support.stepped_cluster import Company, company, generated
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import table_of
+from tests.support.worker_parts import act_on, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
@@ -241,7 +241,7 @@ def test_what_failed_for_nobody_is_kept_only_where_another_try_may_come_to_more(
     decode = scene.decode(scene.worker_of(rid))
     drop(scene)
     (request,) = table_of(decode)
-    decode._act([RequestFailed(request, kind, "it failed")])
+    act_on(decode, [RequestFailed(request, kind, "it failed")])
     assert decode.status().counters["kept_answers"] == kept
     found = finds(attach(scene)[0])
     assert [(one.running, one.reason, len(one.tokens) >= 6) for one in found] == [(False, "", True)] * kept

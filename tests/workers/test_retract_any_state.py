@@ -9,7 +9,7 @@ import pytest
 from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.worker_pair import turns
-from tests.support.worker_parts import manager_of, scheduler_of
+from tests.support.worker_parts import lengths_of, manager_of, retract_on, retracted, scheduler_of
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def test_every_kind_of_state_survives_a_pool_that_holds_a_tenth(name: str) -> No
     decode = {"retract": "copy", "cache": {"host_bytes": host_of(name, 400)}}
     with hash_pair(name, {Role.PREFILL: 300, Role.DECODE: 26}, decode=decode) as both:
         for _ in range(32):
-            decode_of(both)._lengths.ended(1)
+            lengths_of(decode_of(both)).ended(1)
         asked = [
             ([rng.randrange(300) for _ in range(rng.randint(1, 30))], rng.randint(20, 60)) for _ in range(12)
         ]  # fmt: skip
@@ -73,8 +73,8 @@ def test_a_shared_prefix_is_swapped_out_once_and_comes_back_once() -> None:
                 break
         for request in list(scheduler_of(worker).running):
             scheduler_of(worker).retract(request)
-        worker._act(scheduler_of(worker).retraction.advance())
-        away = scheduler_of(worker).retraction._away
+        retract_on(worker)
+        away = retracted(worker)
         assert [r.swapped.kept for r in away if r.swapped is not None] == [60 // PAGE] * count
         own = [r.swapped.leased("full") for r in away if r.swapped is not None]
         assert max(own) <= 3, "what they share isn't copied"

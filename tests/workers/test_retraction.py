@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tests.support.pool_sets import free_list
 from tests.support.worker_pair import SESSION, Pair, pair, turns
-from tests.support.worker_parts import manager_of, receiver_of, scheduler_of, table_of
+from tests.support.worker_parts import (
+    lengths_of,
+    manager_of,
+    receiver_of,
+    retract_on,
+    scheduler_of,
+    slots_of,
+    steps_of,
+    table_of,
+)
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind
@@ -261,7 +271,7 @@ def test_requests_grow_page_by_page(model: Path) -> None:
 def learned(decode: DecodeWorker, length: int) -> None:
     """Answers are known to be of this length."""
     for _ in range(32):
-        decode._lengths.ended(length)
+        lengths_of(decode).ended(length)
 
 
 def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(model: Path) -> None:
@@ -308,7 +318,7 @@ def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it
         names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
         for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
             scheduler_of(decode).retract(request)
-        decode._act(scheduler_of(decode).retraction.advance())
+        retract_on(decode)
         asked: list[str] = []
 
         def may(request: DecodeRequest) -> bool:
@@ -334,10 +344,10 @@ def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None
         requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
         quiet = 0
         while any(both.answers[r].done is None for r in requests):
-            before = decode._steps.counters["tokens_generated"]
+            before = steps_of(decode).counters["tokens_generated"]
             both.step()
             here = [r for r in table_of(decode) if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
-            quiet = 0 if decode._steps.counters["tokens_generated"] > before or not here else quiet + 1
+            quiet = 0 if steps_of(decode).counters["tokens_generated"] > before or not here else quiet + 1
             assert quiet < 50, "nobody advances"
         assert [both.answers[r].list for r in requests] == expected
         assert decode.status().counters["retractions"] > 0
@@ -388,7 +398,7 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
             run_until(both, decode, generated=5)
             both.cancel(asked)
             both.step()
-        assert decode._lengths.expected(0, 50) < 10
+        assert lengths_of(decode).expected(0, 50) < 10
 
 
 # ------------------------------------------------------------ A: reads before ready, writes after free
@@ -402,7 +412,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         had = replace(request.metadata)
         scheduler_of(decode).retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
-        receiver_of(decode)._arrivals._slots.fill_(255)
+        slots_of(receiver_of(decode)).fill_(255)
         both.run(asked)
         assert request.metadata == had
         assert request.metadata.logprob is not None
@@ -440,7 +450,7 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
         pool = manager_of(decode).pools.allocators["full"]
         assert not request.swapped.saved._copy.ended
         manager_of(decode).supply.evict("full", pool.total)
-        assert not pages & set(pool._free), "the copy reads them"
+        assert not pages & set(free_list(pool)), "the copy reads them"
         with pytest.raises(CapacityError):
             pool.lease(pool.free + 1, "a thief")
         both.run()
@@ -527,7 +537,7 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
         (request,) = run_until(both, decode)
         thief = manager_of(decode).pools.allocators["full"]
         scheduler_of(decode).retract(request)
-        decode._act(scheduler_of(decode).retraction.advance())
+        retract_on(decode)
         assert request.phase is DecodePhase.RETRACTED
         manager_of(decode).supply.evict("full", thief.total)
         taken = thief.lease(thief.free - 1, "a thief")

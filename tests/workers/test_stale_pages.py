@@ -13,7 +13,7 @@ import torch
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
-from tests.support.worker_parts import manager_of, scheduler_of, table_of
+from tests.support.worker_parts import manager_of, pages_of, scheduler_of, table_of
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
@@ -117,7 +117,7 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
     (prompt,) = prompts(43, 40)
     with pair(model) as both:
         request = both.submit(prompt, GREEDY)
-        take = both.prefill._request_pages.take
+        take = pages_of(both.prefill).take
 
         def thief(r: PrefillRequest) -> bool:
             taken = take(r)
@@ -125,7 +125,7 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
             manager_of(both.prefill).pools.allocators["full"].epochs.bump(r.allocation.tables["full"].pages[:1])
             return taken
 
-        both.prefill._request_pages.take = thief  # type: ignore[method-assign, assignment]
+        pages_of(both.prefill).take = thief  # type: ignore[method-assign, assignment]
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.WORKER

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.support.pool_sets import free_list
 from tests.support.worker_pair import Answer, Pair, pair, turns
-from tests.support.worker_parts import manager_of, scheduler_of, table_of
+from tests.support.worker_parts import manager_of, scheduler_of, steps_of, table_of
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
@@ -131,7 +132,7 @@ def test_decode_launches_a_step_before_it_has_committed_the_last(model: Path) ->
             both.step(Role.DECODE)
         # Five tokens after the first; each round but the last ends with a step under way.
         assert ahead == [(20 + n, 20 + n, 19 + n) for n in range(1, 6)]
-        assert len(decode._steps) == 0, "it was known to end there"
+        assert len(steps_of(decode)) == 0, "it was known to end there"
 
 
 def test_a_draw_that_looks_back_is_launched_before_the_token_before_it_is_known(model: Path) -> None:
@@ -155,9 +156,9 @@ def held_until_complete(both: Pair, worker: PrefillWorker | DecodeWorker, pages:
     """Nobody gets `pages`, also not by eviction, before the step under way is complete; then all can be had."""
     pool = manager_of(worker).pools.allocators["full"]
     manager_of(worker).supply.evict("full", pool.total)
-    assert not pages & set(pool._free)
+    assert not pages & set(free_list(pool))
     assert pool.quarantined >= len(pages) > 0
-    assert len(worker._steps) > 0
+    assert len(steps_of(worker)) > 0
     for _ in range(2):
         both.step(worker.role)
     manager_of(worker).supply.evict("full", pool.total)

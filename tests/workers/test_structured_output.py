@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.support.checkpoints import EOS, Oracle, make_checkpoint
 from tests.support.worker_pair import SESSION, Answer, Pair, pair
+from tests.support.worker_parts import gate_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device
@@ -208,15 +209,15 @@ def test_a_request_that_waits_for_its_grammar_can_be_cancelled_and_lost(refused:
     worker = refused.decode
     request = refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]))
     refused.cancel(request)
-    assert not worker._gate
+    assert not gate_of(worker)
     refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]))
-    assert len(worker._gate) == 1
+    assert len(gate_of(worker)) == 1
     worker.drop_session(SESSION)
     refused.prefill.drop_session(SESSION)
-    assert not worker._gate
+    assert not gate_of(worker)
     request = refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]), legs=(Role.DECODE,))
     other = refused.submit([1, 2, 3, 4], sampling(PATTERNS[2]), legs=(Role.DECODE,))
     worker.handle(SESSION, Detach(request, 0))
-    assert len(worker._gate) == 1, "its client is gone, and nobody computes it for nobody"
+    assert len(gate_of(worker)) == 1, "its client is gone, and nobody computes it for nobody"
     worker.handle(SESSION, Detach(other, 0))
-    assert not worker._gate
+    assert not gate_of(worker)

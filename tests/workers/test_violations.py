@@ -14,9 +14,20 @@ from typing import Any
 
 import pytest
 
+from tests.support.pool_sets import free_list
 from tests.support.served_cluster import ROOT, until
 from tests.support.worker_pair import SESSION, Pair, pair
-from tests.support.worker_parts import manager_of, receiver_of, scheduler_of
+from tests.support.worker_parts import (
+    auditor_of,
+    handover_of,
+    manager_of,
+    migrating,
+    peers_of,
+    receiver_of,
+    retracted,
+    rooms_of,
+    scheduler_of,
+)
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.cluster.serve.serve_one_process import LocalDirectory
@@ -55,7 +66,7 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
         both.step()
     both.submit([i % 300 for i in range(900)], SamplingParams(max_tokens=200, temperature=0.0))
     for _ in range(2000):
-        if any(r.state is SenderState.GRANTED for r in prefill.setup.sender._rooms.values()):
+        if any(r.state is SenderState.GRANTED for r in rooms_of(prefill.setup.sender).values()):
             break
         both.step()
     assert prefill.check().violations == decode.check().violations == ()
@@ -100,25 +111,25 @@ def an_audition(**words: Any) -> AuditRun:
 
 def departs(worker: DecodeWorker, stage: MigrationStage) -> None:
     room, peer = RoomId("x"), PeerRef(WorkerName("decode-1"), Incarnation(1), "")
-    worker._migrations._by_room[room] = OutgoingMigration(first(worker), room, peer, stage)
+    migrating(worker)[room] = OutgoingMigration(first(worker), room, peer, stage)
 
 
 def swaps_out(worker: DecodeWorker) -> None:
     first(worker).swapped = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
-    scheduler_of(worker).retraction._away.append(first(worker))
+    retracted(worker).append(first(worker))
 
 
 PREFILL: dict[str, tuple[Plant, str]] = {
-    "a page that nobody owns": (lambda p, d: pages(p)._free.pop(), "belongs to nobody"),
+    "a page that nobody owns": (lambda p, d: free_list(pages(p)).pop(), "belongs to nobody"),
     "a page that two own": (
-        lambda p, d: pages(p)._free.append(its_lease(p).indices[0]),
+        lambda p, d: free_list(pages(p)).append(its_lease(p).indices[0]),
         "and the free list",
     ),
-    "a page out of range": (lambda p, d: pages(p)._free.append(10**6), "is out of range"),
+    "a page out of range": (lambda p, d: free_list(pages(p)).append(10**6), "is out of range"),
     "a lease that no request holds": (lambda p, d: pages(p).lease(1, "a thief"), "accounted for"),
     "a pin that was lost": (lambda p, d: pages(p).pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
     "quarantine without a pin": (
-        lambda p, d: pages(p)._quarantined.add(pages(p)._free.pop()),
+        lambda p, d: pages(p)._quarantined.add(free_list(pages(p)).pop()),
         "in quarantine without a pin",
     ),
     "a written null page": (
@@ -134,14 +145,14 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "its allocation says otherwise",
     ),
     "a room without its grant": (
-        lambda p, d: opened(p.setup.sender._rooms.values(), SenderState.OPEN),
+        lambda p, d: opened(rooms_of(p.setup.sender).values(), SenderState.OPEN),
         "its grant says otherwise",
     ),
     "a hand-over that nobody waits for": (
-        lambda p, d: p._handover._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
+        lambda p, d: handover_of(p)._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
         "wait for decode's word",
     ),
-    "a room of a peer that is gone": (lambda p, d: p.setup.sender._peers._peers.clear(), "a peer that is gone"),
+    "a room of a peer that is gone": (lambda p, d: peers_of(p.setup.sender)._peers.clear(), "a peer that is gone"),
     "a request with more planned than launched": (lambda p, d: more(a_running(p), "planned"), "has lengths"),
     "a request with more launched than its prompt has": (
         lambda p, d: more(a_running(p), "planned", "launched", by=10**6),
@@ -152,20 +163,20 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "has lengths",
     ),
     "an audit that runs and was not admitted": (
-        lambda p, d: setattr(p._auditor, "_running", an_audition()),
+        lambda p, d: setattr(auditor_of(p), "_running", an_audition()),
         "audit x runs, is waiting, and its allocation is None",
     ),
     "an audit that waits with pages": (
-        lambda p, d: p._auditor._waiting.append(an_audition(allocation=a_running(p).allocation)),  # type: ignore[attr-defined]
+        lambda p, d: auditor_of(p)._waiting.append(an_audition(allocation=a_running(p).allocation)),  # type: ignore[attr-defined]
         "audit x waits with an allocation",
     ),
     "an audit that waits and is running": (
-        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditRunState.RUNNING)),
+        lambda p, d: auditor_of(p)._waiting.append(an_audition(state=AuditRunState.RUNNING)),
         "audit x waits and is running",
     ),
 }
 DECODE: dict[str, tuple[Plant, str]] = {
-    "a page that nobody owns": (lambda p, d: pages(d)._free.pop(), "belongs to nobody"),
+    "a page that nobody owns": (lambda p, d: free_list(pages(d)).pop(), "belongs to nobody"),
     "a lease that neither room nor request holds": (lambda p, d: pages(d).lease(1, "a thief"), "accounted for"),
     "a written null page": (
         lambda p, d: manager_of(d).pools.gates["full"].layer(1)["v"][0].fill_(1.0),
@@ -175,10 +186,10 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: pages(d)._epochs.__setitem__(its_lease(d).indices[0], 7),
         "has an old epoch",
     ),
-    "a slot that nobody owns": (lambda p, d: receiver_of(d).slots._free.pop(), "metadata slots: "),
+    "a slot that nobody owns": (lambda p, d: free_list(receiver_of(d).slots).pop(), "metadata slots: "),
     "a slot that no room holds": (lambda p, d: receiver_of(d).slots.lease(1, "a thief"), "rooms hold"),
     "a granted room without its lease": (
-        lambda p, d: opened(receiver_of(d)._rooms.values(), ReceiverState.OPEN),
+        lambda p, d: opened(rooms_of(receiver_of(d)).values(), ReceiverState.OPEN),
         "its leases say otherwise",
     ),
     "a request outside its queue": (lambda p, d: scheduler_of(d).running.append(first(d)), "are in that queue"),
@@ -210,11 +221,11 @@ DECODE: dict[str, tuple[Plant, str]] = {
         "is sending and running",
     ),
     "a running request among those that are away": (
-        lambda p, d: scheduler_of(d).retraction._away.append(first(d)),
+        lambda p, d: retracted(d).append(first(d)),
         "is running and in the queue of those retracted",
     ),
     "a request that is away and has its pages": (
-        lambda p, d: scheduler_of(d).retraction._away.append(first(d)),
+        lambda p, d: retracted(d).append(first(d)),
         "is retracted, and its allocation or its swapped out copy says otherwise",
     ),
     "a swapped out copy that nobody keeps": (lambda p, d: swaps_out(d), "0 swapped out copies, requests hold 1"),
@@ -283,7 +294,7 @@ def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
 
         until(lambda: len(json.loads(check().stdout or '{"workers": []}')["workers"]) == 2, "both workers to be seen")
         assert check().returncode == 0
-        pages(both.decode)._free.pop()
+        free_list(pages(both.decode)).pop()
         done = check()
         assert done.returncode == 1
         violations = {w["name"]: w["violations"] for w in json.loads(done.stdout)["workers"]}

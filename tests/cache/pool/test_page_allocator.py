@@ -1,5 +1,6 @@
 import pytest
 
+from tests.support.pool_sets import free_list
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.contracts.errors import CapacityError, StaleLease
 
@@ -67,12 +68,12 @@ def test_split_parts_are_released_on_their_own() -> None:
 def test_b8_check_names_each_planted_violation() -> None:
     pages = PageAllocator("pages", 6, first=1)
     lease = pages.lease(2, "r1")
-    pages._free.append(lease.indices[0])
+    free_list(pages).append(lease.indices[0])
     assert pages.check() == [f"pages: {lease.indices[0]} belongs to r1 and the free list"]
-    pages._free.pop()
-    lost = pages._free.pop()
+    free_list(pages).pop()
+    lost = free_list(pages).pop()
     assert pages.check() == [f"pages: {lost} belongs to nobody"]
-    pages._free.append(lost)
+    free_list(pages).append(lost)
     pages._epochs[lease.indices[1]] += 1
     assert pages.check() == ["pages: lease 1 of r1 has an old epoch"]
     pages._epochs[lease.indices[1]] -= 1

@@ -85,6 +85,11 @@ def told(**bounds: int) -> Iterator[Told]:
         one.event_recorder.close()
 
 
+def answering(one: Told) -> bool:
+    """Whether somebody who asked hasn't been told all yet."""
+    return bool(one.event_recorder.publisher._open)
+
+
 def _disturb(one: Told, rng: random.Random, prompts: list[list[int]]) -> None:
     old = rng.choice(prompts)
     match rng.randrange(6):
@@ -118,7 +123,7 @@ def test_the_truth_is_right_whatever_changes_while_it_is_told(seed: int, monkeyp
         while not (changed > 40 and reader.complete and one.known() == one.held()):
             assert time.monotonic() < deadline, "the index never became what the tree holds"
             # It asks, and is told while this goes on.
-            if one.event_recorder.publisher._open or changed == 0 or reader.lost:
+            if answering(one) or changed == 0 or reader.lost:
                 changed += 1
                 if changed < 60:
                     _disturb(one, rng, prompts)
@@ -182,12 +187,12 @@ def test_an_asker_that_leaves_in_the_middle_leaves_nothing_behind() -> None:
             one.insert([first] * PAGE_TOKENS)
             one.event_recorder.round()
         reader, deadline = one.read(), time.monotonic() + 60
-        while not one.event_recorder.publisher._open or not one.tree.accounts.list.cursors:
+        while not answering(one) or not one.tree.accounts.list.cursors:
             assert time.monotonic() < deadline
             one.round()
         reader.close()
         one.reader = None
-        while one.event_recorder.publisher._open:
+        while answering(one):
             assert time.monotonic() < deadline
             one.event_recorder.round()
         assert not one.tree.accounts.list.cursors

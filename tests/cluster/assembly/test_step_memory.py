@@ -18,6 +18,7 @@ from tests.support.live_tensor_bytes import LiveBytes
 from tests.support.model_families import EVERY, FAMILIES
 from tests.support.seeing_models import WRITERS
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import steps_of
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cluster.assembly.memory_plan import (
@@ -109,7 +110,7 @@ def test_rows_of_a_full_batch_beside_a_whole_context_are_those_of_the_plan(tmp_p
         longest = both.submit([n % 200 + 5 for n in range(460)], PENALTIES)
         others = [both.submit([n + 5] * 9, PENALTIES) for n in range(19)]
         both.run(longest, *others)
-        engine = both.decode._steps._engine
+        engine = steps_of(both.decode)._engine
         assert isinstance(engine, ModelRunner)
         tables, histories = kept(engine)
     spec, planned = of(folder, Role.DECODE, config_from_dict(sections))

@@ -71,6 +71,11 @@ class Site:
         assert not first.changes
         return stream
 
+    def ask_routers(self, number: int, request_id: str) -> int:
+        """Have routers asked for a request; returns how many were."""
+        asked: int = self.service._ask_routers(number, request_id)
+        return asked
+
     def publish(self) -> None:
         """Have what has changed published now."""
         if self.service._publishing is not None:
@@ -147,7 +152,7 @@ def test_a_request_is_looked_for_at_routers_that_answer_and_nobody_else_is_asked
     async def life(site: Site) -> None:
         answers = await site.watch(changes=True, records=True)
         silent, older = await site.watch(changes=True), await site.watch(records=True)
-        assert site.service._ask_routers(7, "r") == 1
+        assert site.ask_routers(7, "r") == 1
         asked = await anext(answers)
         assert [(ask.number, ask.request_id) for ask in asked.record_asks] == [(7, "r")]
         assert told(asked) == (True, [], {})
@@ -158,9 +163,9 @@ def test_a_request_is_looked_for_at_routers_that_answer_and_nobody_else_is_asked
             assert not view.record_asks
             assert view.workers
         await answers.aclose()
-        assert site.service._ask_routers(8, "r") == 0, "who has gone is asked nothing"
+        assert site.ask_routers(8, "r") == 0, "who has gone is asked nothing"
         await site.watch(changes=True, records=True)
-        asked_of = [site.service._ask_routers(number, "r") for number in range(9, MAX_CHANGES + 12)]
+        asked_of = [site.ask_routers(number, "r") for number in range(9, MAX_CHANGES + 12)]
         assert asked_of == [1] * (MAX_CHANGES + 1) + [0] * 2, "who reads nothing answers nothing"
 
     on_loop(life)

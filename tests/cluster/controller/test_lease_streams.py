@@ -55,6 +55,11 @@ class Site:
     def endpoint(self) -> str:
         return str(self.server._service.stream)
 
+    @property
+    def streams(self) -> Any:
+        """The streams that the controller has open."""
+        return self.server._streams._streams
+
     def keeper(self, clock: Any = None) -> LeaseKeeper:
         record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8), stream="s")
         return LeaseKeeper(
@@ -87,6 +92,11 @@ def site() -> Iterator[Site]:
     site.server.close()
 
 
+def stream_of(keeper: LeaseKeeper) -> LeaseStream | None:
+    """The stream that the worker renews by; None while it does so by calls."""
+    return keeper._stream
+
+
 async def eventually(true: Any) -> None:
     async with asyncio.timeout(WAIT_S):
         while not true():
@@ -97,7 +107,7 @@ def test_a_worker_goes_over_to_frames_and_its_orders_come_by_them(site: Site) ->
     async def run() -> None:
         keeper = site.keeper()
         await keeper.start(WAIT_S)
-        await eventually(lambda: keeper._stream is not None)
+        await eventually(lambda: stream_of(keeper) is not None)
         assert keeper._channel is None, "calls are no longer needed"
         assert keeper.failures == 0
         await asyncio.to_thread(site.server.call, lambda core: core.pools.drain(NAME))
@@ -112,12 +122,12 @@ def test_a_stream_that_breaks_costs_one_renewal_and_is_opened_again(site: Site) 
     async def run() -> None:
         keeper = site.keeper()
         await keeper.start(WAIT_S)
-        await eventually(lambda: keeper._stream is not None)
-        first = keeper._stream
+        await eventually(lambda: stream_of(keeper) is not None)
+        first = stream_of(keeper)
         assert first is not None
         first._connection.abort()
         first._ended("cut")
-        await eventually(lambda: keeper._stream is not None and keeper._stream is not first)
+        await eventually(lambda: stream_of(keeper) is not None and stream_of(keeper) is not first)
         assert keeper.failures == 1
         assert keeper.lease.held
         await keeper.close()
@@ -172,7 +182,7 @@ def test_a_stream_that_does_not_show_the_token_and_the_version_renews_nothing(si
             async with asyncio.timeout(WAIT_S):
                 assert await stream.reader.read() == b""
         assert site.row.deadline == before
-        assert site.server.call(lambda core: len(site.server._streams._streams)) == 0
+        assert site.server.call(lambda core: len(site.streams)) == 0
 
     asyncio.run(run())
 
@@ -183,9 +193,10 @@ def test_a_renewal_that_makes_no_sense_ends_its_stream_and_no_other(site: Site, 
         keeper = site.keeper()
         await keeper.start(WAIT_S)
         bad = await LeaseStream.open(site.endpoint, ONE, SECRET, None, timeout_s=WAIT_S)
-        bad._connection.send(frame)
-        await asyncio.wait_for(bad._connection.lost, WAIT_S)
-        await eventually(lambda: keeper._stream is not None)
+        connection = bad._connection
+        connection.send(frame)
+        await asyncio.wait_for(connection.lost, WAIT_S)
+        await eventually(lambda: stream_of(keeper) is not None)
         assert keeper.failures == 0
         await keeper.close()
 
@@ -204,7 +215,7 @@ def test_counters_are_said_every_few_seconds_and_stay_known_in_between(site: Sit
         sent = keeper._renewal()
         assert sent.status.counters_left_out
         assert not sent.status.counters
-        await eventually(lambda: keeper._stream is not None)
+        await eventually(lambda: stream_of(keeper) is not None)
         assert site.row.status.counters == {"pages_sent": 3.0}
         assert site.row.counters_at == said
         clock.advance(COUNTERS_S + 0.1)
@@ -282,7 +293,7 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
             flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             flood.setblocking(False)
             await loop.sock_sendall(flood, framed(opening(TOKEN)))
-            streams = site.server._streams._streams
+            streams = site.streams
             await eventually(lambda: len(streams) == 2)
             for stream in streams:  # Else the system takes megabytes before the controller has to hold any.
                 assert stream._transport is not None
@@ -300,7 +311,7 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
             await eventually(lambda: len(streams) == 1)
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-        await eventually(lambda: keeper._stream is not None)
+        await eventually(lambda: stream_of(keeper) is not None)
         assert keeper.failures == 0
         await keeper.close()
 

@@ -243,23 +243,33 @@ def test_a_replacement_that_does_not_take_over_is_given_up(tmp_path: Path, why: 
         kept.close()
 
 
+def look(kept: keeper.Keeper) -> None:
+    """As a round of process 7 does."""
+    kept._look_for_takeover(7)
+
+
+def supervisor_of(kept: keeper.Keeper) -> NextSupervisor:
+    """What the keeper starts next."""
+    return kept._supervisor
+
+
 def test_only_the_supervisor_on_trial_itself_takes_the_cluster_over(tmp_path: Path) -> None:
     """What another process has said, the supervisor of an earlier upgrade say, is nothing of this one."""
     before, trial = ["before"], NextSupervisor(["next"], {})
     kept = keeper.Keeper(tmp_path, "mark", before)
-    kept._look_for_takeover(7)
+    look(kept)
     (tmp_path / keeper.TAKEN_OVER).write_text("7")
-    kept._look_for_takeover(7)
-    assert kept._supervisor.command == before, "nobody is on trial"
+    look(kept)
+    assert supervisor_of(kept).command == before, "nobody is on trial"
     kept._trial = trial
     for said in ("", "70", " 7", "-7"):
         (tmp_path / keeper.TAKEN_OVER).write_text(said)
-        kept._look_for_takeover(7)
-        assert (kept._supervisor.command, kept._trial) == (before, trial), said
+        look(kept)
+        assert (supervisor_of(kept).command, kept._trial) == (before, trial), said
     (tmp_path / keeper.TAKEN_OVER).write_text("7")
-    kept._look_for_takeover(7)
-    assert [kept._supervisor, kept._trial] == [trial, None]
+    look(kept)
+    assert [supervisor_of(kept), kept._trial] == [trial, None]
     kept._trial = NextSupervisor(["third"], {})
     kept._failed("it fell")
-    assert [kept._supervisor, kept._trial] == [trial, None], "back to the one that had taken over"
+    assert [supervisor_of(kept), kept._trial] == [trial, None], "back to the one that had taken over"
     assert (tmp_path / keeper.FAILED).read_text() == "it fell"

@@ -68,6 +68,11 @@ class Rounds:
         self.started.append((command, process))
         return process
 
+    def supervise(self) -> int | None:
+        """The keeper's round with one supervisor, from its start to its end; returns what the keeper ends with, None
+        where another supervisor is to follow."""
+        return self.keeper._supervise()
+
     def tell(self) -> None:
         self.keeper.tell(signal.SIGTERM, None)
 
@@ -92,7 +97,7 @@ def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rounds:
 def test_who_is_told_to_end_is_told_as_often_as_the_keeper_and_killed_by_the_time_of_the_first(rounds: Rounds) -> None:
     (rounds.folder / keeper.END_SECONDS).write_text("50")
     rounds.at = [(10.0, rounds.tell), (40.0, rounds.tell)]
-    assert rounds.keeper._supervise() == KILLED
+    assert rounds.supervise() == KILLED
     ((_, process),) = rounds.started
     assert process.told == [pytest.approx(1010.0, abs=0.21), pytest.approx(1040.0, abs=0.21)]
     assert process.kills == [pytest.approx(1060.1, abs=0.21)]
@@ -100,13 +105,13 @@ def test_who_is_told_to_end_is_told_as_often_as_the_keeper_and_killed_by_the_tim
 
 def test_a_supervisor_that_is_replaced_is_no_death_however_it_ends(rounds: Rounds) -> None:
     rounds.at = [(10.0, rounds.ask)]
-    assert rounds.keeper._supervise() is None, "another one is to follow at once"
+    assert rounds.supervise() is None, "another one is to follow at once"
     rounds.at = [(15.0, rounds.take_over)]
     rounds.ends, rounds.code = 8.0, 7
-    assert rounds.keeper._supervise() == 7
+    assert rounds.supervise() == 7
     assert [command for command, _ in rounds.started] == ["before", "next"]
     assert rounds.failed == ""
-    assert rounds.keeper._supervise() == 7
+    assert rounds.supervise() == 7
     assert rounds.started[-1][0] == "next", "it had taken over"
 
 
@@ -115,18 +120,18 @@ def test_a_supervisor_that_has_taken_over_and_died_at_once_has_died_and_is_kept(
     rounds.ask()
     rounds.ends, rounds.code = 0.05, KILLED
     rounds.at = [(0.0, rounds.take_over)]
-    assert rounds.keeper._supervise() == KILLED
+    assert rounds.supervise() == KILLED
     assert (rounds.keeper._supervisor.command, rounds.failed) == (["next"], "")
 
 
 def test_one_that_does_not_take_over_in_its_time_is_killed_and_the_one_before_has_all_time(rounds: Rounds) -> None:
     rounds.ask()
-    assert rounds.keeper._supervise() is None
+    assert rounds.supervise() is None
     (_, process) = rounds.started[0]
     assert process.kills == [pytest.approx(1000 + keeper.TRIAL_S, abs=0.21)]
     assert rounds.failed == "it had not taken the cluster over in time"
     rounds.ends, rounds.code = keeper.TRIAL_S + 20, 5
-    assert rounds.keeper._supervise() == 5
+    assert rounds.supervise() == 5
     (command, process) = rounds.started[1]
     assert (command, process.kills) == ("before", [])
 
@@ -137,14 +142,14 @@ def test_one_on_trial_whose_cluster_ends_has_not_failed(rounds: Rounds, code: in
     rounds.ask()
     rounds.ends, rounds.code = 20.0, code
     rounds.at = [(10.0, rounds.tell)] if told else []
-    assert rounds.keeper._supervise() == code
+    assert rounds.supervise() == code
     assert rounds.failed == ""
 
 
 def test_a_cluster_that_ends_has_no_supervisor_replaced(rounds: Rounds) -> None:
     rounds.at = [(10.0, rounds.tell), (11.0, rounds.ask)]
     rounds.ends, rounds.code = 30.0, 0
-    assert rounds.keeper._supervise() == 0
+    assert rounds.supervise() == 0
     ((_, process),) = rounds.started
     assert process.kills == []
 
@@ -152,9 +157,9 @@ def test_a_cluster_that_ends_has_no_supervisor_replaced(rounds: Rounds) -> None:
 def test_what_can_not_be_started_is_given_up_or_ends_the_cluster(rounds: Rounds) -> None:
     rounds.ask("gone")
     rounds.refused = {"gone", "before"}
-    assert rounds.keeper._supervise() is None
+    assert rounds.supervise() is None
     assert "gone" in rounds.failed
-    assert rounds.keeper._supervise() == keeper.NOT_STARTED
+    assert rounds.supervise() == keeper.NOT_STARTED
 
 
 def test_deaths_are_borne_with_longer_pauses_until_too_many_come_in_their_time(

@@ -35,6 +35,11 @@ MARK = Fingerprint(41, "a layout", "fast:avx2 and more", "a checkpoint")
 WAIT_S = 60.0
 
 
+def keep_renewing(keeper: LeaseKeeper) -> None:
+    """Renew the lease until it is over."""
+    asyncio.run(keeper._renew())
+
+
 def test_a_lease_ends_at_the_worker_before_it_ends_at_the_controller() -> None:
     clock = ManualClock(100.0)
     lease = WorkerLease(clock)
@@ -181,7 +186,7 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(
         record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, LeaseHandlers(lambda _: None)
     )
     answer_calls(monkeypatch, renew)
-    asyncio.run(keeper._renew())
+    keep_renewing(keeper)
     assert given == [timeout_s]
 
 
@@ -206,7 +211,7 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
         LeaseHandlers(lambda _: None, on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0]),
     )
     answer_calls(monkeypatch, renew)
-    asyncio.run(keeper._renew())
+    keep_renewing(keeper)
     assert obeyed == ([] if undrained else ["leaves"])
 
 
@@ -232,7 +237,7 @@ def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.Monkey
         LeaseHandlers(lambda _: None, on_drain=lambda: obeyed.append(asked[-1]), undrains=lambda: undrains[0]),
     )
     answer_calls(monkeypatch, renew)
-    asyncio.run(keeper._renew())
+    keep_renewing(keeper)
     assert obeyed == [2]
 
 
@@ -286,7 +291,7 @@ class Script:
         return replace(FakeWorker(incarnation=1).status(), counters=dict(self.counters))
 
     def run(self) -> None:
-        asyncio.run(self.keeper._renew())
+        keep_renewing(self.keeper)
 
     @property
     def counters_at(self) -> list[bool]:

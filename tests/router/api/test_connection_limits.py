@@ -148,11 +148,21 @@ def http_of(registry: ClientConnections) -> list[BoundedHttpProtocol]:
     return [connection for connection in registry.all if isinstance(connection, BoundedHttpProtocol)]
 
 
+def begun(registry: ClientConnections) -> bool:
+    """Whether the first bytes of a request have come to any of them."""
+    return any(connection._began is not None for connection in http_of(registry))
+
+
+def body_bytes(registry: ClientConnections) -> list[int]:
+    """What has come of the body on each."""
+    return sorted(connection._body_bytes for connection in http_of(registry))
+
+
 def test_headers_have_a_deadline_from_their_first_byte(bounded: Server) -> None:
     silent, slow = Client(bounded), Client(bounded)
     slow.socket.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
     began = bounded.uvicorn.connections
-    bounded.wait_until(lambda: any(c._began is not None for c in http_of(began)))
+    bounded.wait_until(lambda: begun(began))
     sweep(bounded, 9.0)
     slow.socket.sendall(b" x\r\nX-More: ")
     sweep(bounded, 11.0)
@@ -168,7 +178,7 @@ def test_bodies_have_a_deadline_that_grows_with_what_has_come(bounded: Server) -
     size = 10 * RouterConfig().body_bytes_per_s
     quick.send("POST", "/v1/completions", b" " * size, length=size + len(STREAM))
     registry = bounded.uvicorn.connections
-    bounded.wait_until(lambda: sorted(c._body_bytes for c in http_of(registry)) == [1, size])
+    bounded.wait_until(lambda: body_bytes(registry) == [1, size])
     sweep(bounded, 25.0)
     answer = slow.rest()
     assert answer.startswith(b"HTTP/1.1 408")
@@ -181,7 +191,7 @@ def test_a_body_that_the_router_does_not_read_is_not_late(bounded: Server) -> No
     waits = Client(bounded)
     waits.send("POST", "/v1/completions", STREAM[:1], length=len(STREAM))
     registry = bounded.uvicorn.connections
-    bounded.wait_until(lambda: [c._body_bytes for c in http_of(registry)] == [1])
+    bounded.wait_until(lambda: body_bytes(registry) == [1])
     (connection,) = http_of(registry)
     bounded.call(connection.flow.pause_reading)
     sweep(bounded, 1000.0)
@@ -196,7 +206,7 @@ def test_a_stray_line_break_behind_a_request_cuts_no_stream(bounded: Server) -> 
     busy.stream()
     busy.socket.sendall(b"\r\n")
     registry = bounded.uvicorn.connections
-    bounded.wait_until(lambda: any(c._began is not None for c in http_of(registry)))
+    bounded.wait_until(lambda: begun(registry))
     sweep(bounded, 50.0)
     bounded.resume()
     assert b"[DONE]" in busy.until(b"[DONE]")

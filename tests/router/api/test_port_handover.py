@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -63,6 +64,16 @@ class Visitors:
 def asked(server: Server) -> int:
     """Connections that this router has accepted."""
     return server.uvicorn.connections.accepted
+
+
+def admin_accepted(server: Server) -> int:
+    """Connections that came to the operator's port."""
+    return server.uvicorn._admin_connections.accepted
+
+
+def line_to(predecessor: Predecessor) -> Any:
+    """The connection on which a successor says that it serves."""
+    return predecessor._connection
 
 
 def test_a_successor_takes_the_port_and_nobody_notices(tmp_path: Path) -> None:
@@ -141,8 +152,8 @@ def test_the_operators_port_goes_over_too(tmp_path: Path) -> None:
         assert new.admin_url == old.admin_url
         old.wait_until(lambda: old.uvicorn.leaving)
         assert httpx.get(f"{new.admin_url}/cluster/status", timeout=60, trust_env=False).status_code == 200
-        assert new.uvicorn._admin_connections.accepted == 1
-        assert old.uvicorn._admin_connections.accepted == 0
+        assert admin_accepted(new) == 1
+        assert admin_accepted(old) == 0
 
 
 def test_a_router_that_leaves_ends_its_dashboards_and_waits_for_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +190,7 @@ def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:
         assert [one.getsockname()[1] for one in first.sockets] == [old.port]
         for one in first.sockets:
             one.close()
-        first._connection.close()
+        line_to(first).close()
         assert old.complete(**BODY)
         with serving(FakeCluster(), take_over=path) as new:
             assert new.port == old.port
@@ -198,16 +209,16 @@ def test_who_has_the_sockets_and_does_not_say_that_it_serves_is_no_successor(
         first = Predecessor.reach(path)
         assert first is not None
         if word:
-            first._connection.send(word)
+            line_to(first).send(word)
         second = Predecessor.reach(path)
         assert second is not None, "the next one gets them"
-        assert not old.uvicorn._leaving
+        assert not old.uvicorn.leaving
         assert old.complete(**BODY)
         second.serving()
-        old.wait_until(lambda: old.uvicorn._leaving)
+        old.wait_until(lambda: old.uvicorn.leaving)
         for one in (*first.sockets, *second.sockets):
             one.close()
-        first._connection.close()
+        line_to(first).close()
         old.client.close()
         old.wait_ended()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,16 +35,25 @@ def table(*rows: WorkerView, changes: bool = False, numbers: tuple[WorkerStatus,
     return ClusterView(1, rows, changes=changes, statuses=numbers, **more)
 
 
+def take(directory: ControllerDirectory, message: ClusterView) -> None:
+    """As if the controller had sent it."""
+    directory._take(message)
+
+
 class Heard:
     """A directory that is given its messages by hand."""
 
     def __init__(self) -> None:
         self.directory = ControllerDirectory("nobody:1")
         self.tables: list[Views] = []
-        self.directory._listeners.append(self.tables.append)
+        self.listeners.append(self.tables.append)
+
+    @property
+    def listeners(self) -> list[Callable[[Views], None]]:
+        return self.directory._listeners
 
     def take(self, message: ClusterView) -> dict[str, WorkerView]:
-        self.directory._take(message)
+        take(self.directory, message)
         return {view.record.name: view for view in self.tables[-1]}
 
 
@@ -119,8 +129,8 @@ def test_a_listener_that_fails_costs_no_other_its_table(monkeypatch: pytest.Monk
     def fail(views: Views) -> None:
         raise ZeroDivisionError
 
-    heard.directory._listeners[:0] = [fail]
-    heard.directory._listeners.append(others.append)
+    heard.listeners[:0] = [fail]
+    heard.listeners.append(others.append)
     heard.take(table(row(A)))
     heard.take(table(row(A), row(B)))
     assert [len(views) for views in others] == [1, 2]
@@ -133,12 +143,12 @@ async def test_who_comes_later_gets_the_table_at_once_and_the_last_to_go_ends_th
     directory = ControllerDirectory("127.0.0.1:1")
     first, second = list[Views](), list[Views]()
     unwatch = directory.watch(first.append)
-    directory._take(table(row(A)))
+    take(directory, table(row(A)))
     unwatch_second = directory.watch(second.append)
     assert first == second == [(row(A),)]
     unwatch()
     unwatch()
-    directory._take(table(row(B)))
+    take(directory, table(row(B)))
     assert (len(first), len(second)) == (1, 2)
     following = directory._task
     assert following is not None

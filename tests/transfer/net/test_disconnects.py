@@ -15,6 +15,7 @@ from tests.support.fault_proxy import Proxy, Relay, proxying
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends, image, placed
 from tests.support.stand_in_ranks import headed_sets
+from tests.support.worker_parts import arrivals_of
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts.config.worker_config import TransferConfig
@@ -203,7 +204,7 @@ def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_
 @pytest.mark.parametrize("plane", PLANES)
 def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arrived(plane: str) -> None:
     with proxied(plane) as (both, _, proxy):
-        both.receiver._arrivals._verify = False  # Not even where nobody looks at tags.
+        arrivals_of(both.receiver)._verify = False  # Not even where nobody looks at tags.
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
         both.until(lambda: data(proxy).passed and both.receiver_rooms[prompt.room].digests, "the first page")

@@ -140,6 +140,12 @@ def planes(package: FakeNixl, gpus: dict[int, MemoryKind]) -> Iterator[tuple[Nix
         reader.close()
 
 
+def metadata_of(reader: NixlPlane) -> bytes:
+    """What was written into the first slot that is one."""
+    assert reader._slots is not None
+    return bytes(reader._slots[1, :8].numpy())
+
+
 def test_pages_go_from_gpu_to_gpu_and_metadata_from_host_to_host(
     planes: tuple[NixlPlane, NixlPlane, PoolSet], package: FakeNixl
 ) -> None:
@@ -151,8 +157,7 @@ def test_pages_go_from_gpu_to_gpu_and_metadata_from_host_to_host(
     assert set(package.moved[:-1]) == {("VRAM", "VRAM")}
     assert package.moved[-1] == ("DRAM", "DRAM")
     assert set(b"".join(entry(target, "full", 7) + entry(target, "state", 3))) == {7}
-    assert reader._slots is not None
-    assert bytes(reader._slots[1, :8].numpy()) == b"metadata"
+    assert metadata_of(reader) == b"metadata"
 
 
 def test_a_reader_in_host_memory_takes_pages_of_a_gpu(
@@ -194,8 +199,7 @@ def test_a_writer_that_comes_again_after_a_refused_registration_gets_an_agent_wi
     link.post(SlotWrite(TARGET, b"metadata")).wait()
     link.close()
     assert set(b"".join(entry(target, "full", 7))) == {7}
-    assert reader._slots is not None
-    assert bytes(reader._slots[1, :8].numpy()) == b"metadata"
+    assert metadata_of(reader) == b"metadata"
 
 
 @pytest.mark.parametrize("reason", ["kinds", "registration"])

@@ -247,6 +247,18 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
         revoke_waits_for(go, plane, ROOM)
 
 
+def listener_of(plane: ZmqPlane) -> Any:
+    assert plane._listener is not None
+    return plane._listener
+
+
+def only_connection(plane: ZmqPlane) -> Any:
+    """The one connection that a plane has accepted, once it has."""
+    until(lambda: listener_of(plane)._connections, "the connection")
+    (connection,) = listener_of(plane)._connections
+    return connection
+
+
 class HeldUp:
     """A lock that one thread gets only when it may `go`."""
 
@@ -269,12 +281,9 @@ def test_a5_nothing_lands_of_a_room_revoked_while_its_slice_waited_for_the_lock(
     """Its thread looks for that under the lock: what it saw before may have changed while it waited."""
     size = spec.unit_bytes("full")
     with reader(spec) as (plane, pools), writing(plane) as writer:
-        listener = plane._listener
-        assert listener is not None
-        until(lambda: listener._connections, "the connection")
-        (connection,) = listener._connections
+        connection = only_connection(plane)
         held = HeldUp(connection.landing, connection._thread)
-        connection.landing = held  # type: ignore[assignment]
+        connection.landing = held
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
         assert held.waits.wait(60)
@@ -291,23 +300,20 @@ def test_a5_a_slice_that_gets_the_lock_once_revoke_has_passed_it_stores_nothing(
     """`revoke` waits for one connection after the other: the first may go on before it returns."""
     size = SPEC.unit_bytes("full")
     with reader() as (plane, pools), writing(plane) as writer:
-        listener = plane._listener
-        assert listener is not None
-        until(lambda: listener._connections, "the connection")
-        (connection,) = listener._connections
+        connection = only_connection(plane)
         held = HeldUp(connection.landing, connection._thread)
-        connection.landing = held  # type: ignore[assignment]
+        connection.landing = held
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
         assert held.waits.wait(60)
-        before, settle = image(pools), listener.settle
+        before, settle = image(pools), listener_of(plane).settle
 
         def settle_and_go_on() -> None:
             settle()
             held.go.set()
             until(lambda: (plane.poll(), plane.dropped)[1] == 1, "the write to be dropped")
 
-        monkeypatch.setattr(listener, "settle", settle_and_go_on)
+        monkeypatch.setattr(listener_of(plane), "settle", settle_and_go_on)
         plane.revoke(ROOM)
         assert image(pools) == before
 
@@ -633,7 +639,7 @@ def test_a_link_tells_of_a_cut_once_and_writes_go_over_a_new_connection() -> Non
         link.post(write).wait()
         assert not link.cut()
         for _ in range(2):
-            for connection in list(plane._listener._connections):  # type: ignore[union-attr]
+            for connection in list(listener_of(plane)._connections):
                 connection.close()
             until(lambda: link._connections[0].failed, "the cut")  # type: ignore[attr-defined]
             assert link.cut()

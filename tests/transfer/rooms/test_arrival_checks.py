@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends
+from tests.support.worker_parts import arrivals_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.contracts.errors import ErrorKind
@@ -141,14 +142,14 @@ def test_a5_a_damaged_rooms_pages_come_back_when_its_writer_has_stopped_and_not_
         first = {pool: prompt.part(pool, prompt.runs[pool].numbers[:1]) for pool in prompt.runs}
         if plane != "zmq":
             place = leases["full"].indices[0]
-            arrived = both.receiver._arrivals.begin
+            arrived = arrivals_of(both.receiver).begin
             buffer = both.target.layout.buffers["full"][0]
 
             def damaging(*about: Any) -> Any:
                 both.target.region[buffer.offset(0, place)] ^= 1
                 return arrived(*about)
 
-            both.receiver._arrivals.begin = damaging  # type: ignore[method-assign, assignment]
+            arrivals_of(both.receiver).begin = damaging  # type: ignore[method-assign, assignment]
         else:
             tags = tuple(ContentTag(tag.key, tag.digest ^ 1) for tag in first["full"].tags)
             first["full"] = replace(first["full"], tags=tags)

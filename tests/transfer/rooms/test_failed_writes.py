@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends
+from tests.support.worker_parts import arrivals_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DeviceOp, DeviceStream
@@ -33,7 +34,7 @@ def failing(plane: str, verify: bool) -> Iterator[tuple[Ends, Prompt, dict[str, 
     """A room whose second write comes after a step that fails."""
     device = AdversarialDevice(1, stray=0.0)
     with ends(SPEC, plane, device=device) as both:
-        both.receiver._arrivals._verify = verify
+        arrivals_of(both.receiver)._verify = verify
         prompt = both.prompt(24)
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())

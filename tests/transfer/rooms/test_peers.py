@@ -21,6 +21,7 @@ import zmq
 
 from tests.support.pool_sets import entry, pool_sets
 from tests.support.room_ends import Ends, ends
+from tests.support.worker_parts import inbox_of
 from twinpool.cache.device.device_port import DONE
 from twinpool.cluster.arena.arena_agent import _ArenaSegment
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -518,8 +519,8 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         writer.watch.close()
         writer.watch = None  # As of one on another host.
         before = descriptors()
-        both.sender_peers._inbox.close()
-        both.sender_peers._inbox.receive = list  # type: ignore[method-assign]
+        inbox_of(both.sender).close()
+        inbox_of(both.sender).receive = list
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
         both.clock.advance(both.receiver.end.config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
