@@ -26,8 +26,7 @@ from rich.table import Table
 
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from twinpool.cache.device.cpu_device import CpuDevice
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, LayoutOrder, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
 from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.swap.offload import offload, restore

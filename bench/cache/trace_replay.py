@@ -33,8 +33,7 @@ from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, LayoutOrder, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
 from twinpool.cache.prefix_cache.tree_node import TokenPrefix

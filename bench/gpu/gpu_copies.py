@@ -23,8 +23,7 @@ from bench.common.bench_report import flag_parser, write_figures
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.cuda_device import CudaDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, LayoutOrder, PoolSetLayout, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.tiers.tier_copy import TierCopy

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from twinpool.cache.device.device_port import Completion
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetLayout, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_moves import gather
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig

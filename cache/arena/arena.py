@@ -35,8 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetLayout, PoolSetSpec
 from twinpool.cache.memory.page_moves import describe_spec
 from twinpool.contracts.block_hash import KEY_BYTES, TOKEN_BYTES
 

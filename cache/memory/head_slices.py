@@ -15,8 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies, overlap
-from twinpool.cache.memory.memory_layout import BufferLayout, packed, word_dtype
+from twinpool.cache.memory.kv_cache_spec import (
+    BufferLayout,
+    BufferSpec,
+    IndexSpace,
+    PoolSetSpec,
+    copies,
+    overlap,
+    packed,
+    word_dtype,
+)
 from twinpool.cache.memory.page_moves import blocks, copy_block, copy_inner_rows
 
 HeadSlice = Mapping[str, tuple[str, ...]]

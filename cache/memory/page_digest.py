@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from twinpool.cache.device.device_copies import to_host
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, BufferSpec, IndexSpace, PoolSetLayout, word_dtype
 from twinpool.cache.memory.page_moves import IndexRuns, index_tensor, packing, runs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

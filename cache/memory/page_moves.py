@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, overlap
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, packed, word_dtype
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, PoolSetLayout, PoolSetSpec, overlap, packed, word_dtype
 
 IntArray = npt.NDArray[np.int64]
 

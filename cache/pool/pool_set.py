@@ -26,8 +26,7 @@ from typing import Protocol
 import torch
 
 from twinpool.cache.device.device_port import Completion, GatedLoads
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolSetLayout, PoolSetSpec
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.memory.page_moves import PageMove, PoolIndices, copy_state
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator

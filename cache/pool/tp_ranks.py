@@ -41,8 +41,7 @@ from twinpool.cache.device.device_port import (
     PageSpanUse,
     RemoteWrite,
 )
-from twinpool.cache.memory.kv_cache_spec import PoolSpec, copies, groups
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout, PoolSpec, copies, groups
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.memory.page_moves import PageMove, PoolIndices
 from twinpool.cache.pool.pool_set import LoadGate, PoolSet

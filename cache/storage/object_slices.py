@@ -34,8 +34,7 @@ from functools import cache
 import torch
 
 from twinpool.cache.memory.head_slices import common_heads, layer_pairs
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec, overlap
-from twinpool.cache.memory.memory_layout import PoolSetLayout, packed
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetLayout, PoolSetSpec, PoolSpec, overlap, packed
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.contracts.errors import ConfigError
 

@@ -22,7 +22,7 @@ from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
 from twinpool.cache.manager.kv_cache_manager import EventSource, KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolSetLayout
 from twinpool.cache.memory.page_moves import describe_spec
 from twinpool.cache.pool.pool_set import PoolSet, host_counts, host_layout
 from twinpool.cache.pool.tp_ranks import TPDevice, TPPoolSet

@@ -29,8 +29,7 @@ from twinpool.cache.device.device_port import (
     LayerMarks,
     spans,
 )
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
 from twinpool.decode.drafting import WantedDraft

@@ -32,8 +32,7 @@ from twinpool.cache.memory.head_slices import (
     layer_pairs,
     packed_layouts,
 )
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, PoolSetSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import LayoutMismatch, WireError

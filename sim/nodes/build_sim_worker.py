@@ -15,7 +15,7 @@ from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, HOST, Device
 from twinpool.cache.manager.kv_cache_manager import EventSource, KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPDevice, TPPoolSet
 from twinpool.cache.storage.page_store import FollowerPageStore, RankPageStore, TPPageStore

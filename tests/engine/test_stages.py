@@ -13,8 +13,7 @@ import torch
 from tests.support.model_families import EVERY
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.head_slices import RankCount, cuts
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, overlap, stage_layers
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout, PoolSetSpec, overlap, stage_layers
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.build_parts import host_memory, host_tier
 from twinpool.cluster.assembly.memory_plan import largest_stage

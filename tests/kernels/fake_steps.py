@@ -41,8 +41,7 @@ from triton.runtime.interpreter import GridExecutor
 from tests.support.model_families import FAMILIES
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.cpu_device import CpuDevice
-from twinpool.cache.memory.kv_cache_spec import PoolKind
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetLayout
 from twinpool.cache.pool import page_allocator
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet

@@ -12,8 +12,7 @@ import torch
 
 from tests.kernels.claims import answer
 from tests.support.pool_sets import NAMES, filled, pool_sets
-from twinpool.cache.memory.kv_cache_spec import IndexSpace
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import IndexSpace, LayoutOrder
 from twinpool.cache.memory.page_digest import sum_by_numpy
 from twinpool.cache.memory.page_moves import CopyBlock, blocks, copy_indexed, packing
 from twinpool.cache.memory.triton_pages import add_sums, copy_rows, reachable

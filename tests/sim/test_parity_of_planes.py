@@ -20,7 +20,7 @@ from tests.support.fault_proxy import proxying
 from tests.support.pool_sets import entry, filled
 from tests.support.room_ends import SimWaiter
 from tests.support.stand_in_ranks import headed_sets
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import LayoutMismatch

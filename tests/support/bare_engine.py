@@ -15,8 +15,7 @@ from tests.support.adapters import make_adapter
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
-from twinpool.cache.memory.kv_cache_spec import PoolKind
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolKind, PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.config.worker_config import AdaptersConfig, EngineConfig

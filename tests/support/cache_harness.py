@@ -35,8 +35,7 @@ from twinpool.cache.device.device_port import (
 )
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolSetLayout, PoolSetSpec
 from twinpool.cache.memory.page_moves import gather
 from twinpool.cache.pool.page_allocator import Pin
 from twinpool.cache.pool.pool_set import LayerBuffers, PoolSet

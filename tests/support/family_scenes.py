@@ -23,8 +23,7 @@ from tests.support.model_families import EVERY
 from tests.support.worker_pair import Answer, Pair, counts_for, pair
 from tests.support.worker_parts import manager_of, peers_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, due
-from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, PoolKind, PoolSetSpec, due
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.tree_node import Tier, TokenPrefix
 from twinpool.cluster.assembly.memory_plan import state_options

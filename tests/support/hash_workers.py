@@ -9,8 +9,7 @@ from typing import cast
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout, PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue

@@ -6,8 +6,7 @@ import random
 
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, LayoutOrder, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.sim.fabric.hash_answers import STATE_PLACES

@@ -16,8 +16,7 @@ from tests.support.stand_in_ranks import RankedSeat, content, fill, tp_manager
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from twinpool.cache.memory.kv_cache_spec import HeldPages, PoolSetSpec, due, extents
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import HeldPages, PoolSetLayout, PoolSetSpec, due, extents
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet

@@ -14,8 +14,7 @@ import torch
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, Device
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, LayoutOrder, PoolSetLayout, PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPPoolSet
 from twinpool.contracts.messages.rank_order_codec import decode, encode

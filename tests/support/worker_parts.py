@@ -61,6 +61,11 @@ def scheduler_of(worker: DecodeWorker | PrefillWorker) -> DecodeScheduler | Pref
     return worker._scheduler
 
 
+def poll(worker: PrefillWorker) -> None:
+    """Have the worker hear what came, as a round begins, and no more of a round."""
+    worker._poll()
+
+
 def gate_of(worker: WorkerLoop[Any]) -> RequestGate:
     return worker._gate
 

@@ -22,7 +22,7 @@ from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
 from tests.support.worker_parts import rooms_of, slots_of
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import manager_of, receiver_of, scheduler_of, table_of
+from tests.support.worker_parts import manager_of, poll, receiver_of, scheduler_of, table_of
 from tests.workers.test_any_state import HashPair, hash_pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
@@ -140,7 +140,7 @@ def loading(scene: Scene) -> RequestId:
     end = time.monotonic() + UNTIL_S
     while request.allocation is None:
         assert time.monotonic() < end, "it was not admitted"
-        scene.prefill._poll()
+        poll(scene.prefill)
         scheduler_of(scene.prefill).admit()
         scene.prefill.wait(0.001)
     assert request.cached.host, "it was to come from the host"
@@ -313,12 +313,12 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
             patched.setattr(manager_of(scene.prefill), "poll", list)  # Nobody looks at the load.
             for _ in turns(100):
                 scene.both.step(Role.DECODE)
-                scene.prefill._poll()
+                poll(scene.prefill)
                 if scene.prefill.setup.sender.granted(request.submit.room):
                     break
             for _ in range(100):
                 scene.both.step(Role.DECODE)
-                scene.prefill._poll()
+                poll(scene.prefill)
         assert scene.prefill.setup.sender.granted(request.submit.room)
         assert not manager_of(scene.prefill).allocations.ready(request.allocation), "the load was to be under way"
         assert scene.prefill.setup.sender.sent_bytes == before

@@ -12,7 +12,7 @@ import pytest
 from tests.support.checkpoints import Oracle, compare
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Pair, pair
-from tests.support.worker_parts import table_of
+from tests.support.worker_parts import poll, table_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device
@@ -39,7 +39,7 @@ def answers_are_the_oracles(both: Pair, oracle: Oracle, *asked: list[int]) -> No
     while sum(both.prefill.setup.sender.granted(r.submit.room) for r in table_of(both.prefill)) < len(asked):
         assert time.monotonic() < until, "decode grants nothing"
         both.step(Role.DECODE)
-        both.prefill._poll()
+        poll(both.prefill)
     answers = both.run(*requests)
     for prompt, answer in zip(asked, answers, strict=True):
         verdict = compare(oracle, prompt, answer.list)

@@ -23,8 +23,7 @@ import numpy.typing as npt
 import zmq
 
 from twinpool.cache.memory.head_slices import common
-from twinpool.cache.memory.kv_cache_spec import IndexSpace, PoolSetSpec
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, IndexSpace, PoolSetLayout, PoolSetSpec
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import WriteArrived

@@ -12,7 +12,7 @@ from tests.support.cache_requests import content
 from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.arena.arena import SALT_BYTES, Arena, SealedPage, arena_bytes, max_index_bytes
 from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolSetLayout
 from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
 from twinpool.contracts.block_hash import TOKEN_BYTES
 

@@ -8,7 +8,7 @@ from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 from twinpool.contracts.clock import ManualClock

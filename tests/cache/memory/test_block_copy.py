@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.support.pool_sets import NAMES, entry, filled, pool_sets
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, LayoutOrder, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_digest import PageDigester, sum_by_numpy, sum_by_torch
 from twinpool.cache.memory.page_moves import blocks, copy_block, copy_indexed, gather, packing, runs
 from twinpool.cache.pool.pool_set import PoolSet

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from tests.support.pool_sets import NAMES, entry, filled, pool_sets
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import (
+    BufferSpec,
+    IndexSpace,
+    LayoutOrder,
+    PoolKind,
+    PoolSetLayout,
+    PoolSetSpec,
+    PoolSpec,
+)
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
 from twinpool.cache.pool.pool_set import PoolSet

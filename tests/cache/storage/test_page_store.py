@@ -12,8 +12,7 @@ import pytest
 from tests.support.pool_sets import NAMES
 from tests.support.stand_in_ranks import RankedSeat, content, fill, headed_sets, tp_manager
 from twinpool.cache.device.device_port import HOST
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import LayoutOrder, PoolSetSpec
 from twinpool.cache.pool.tp_ranks import merged
 from twinpool.cache.storage import page_store
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetLayout, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.storage.object_slices import AssembledPage, HeadPart, ObjectSlicer, PageObjects
 

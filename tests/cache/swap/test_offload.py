@@ -11,8 +11,7 @@ from tests.support.pool_sets import NAMES, entry, filled, host_pools, pool_sets
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device, DeviceOp, GatedLoads
-from twinpool.cache.memory.kv_cache_spec import IndexSpace, PoolKind
-from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.kv_cache_spec import IndexSpace, LayoutOrder, PoolKind
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.swap.offload import OffloadedPages, RestoredPages, offload, restore

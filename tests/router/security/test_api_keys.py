@@ -20,6 +20,7 @@ import pytest
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.security.leasing_routers import LedgerLessor
+from tests.router.security.spent_tokens import spent_tokens
 from twinpool.cli.command_line import parser as command_line
 from twinpool.cli.commands import run
 from twinpool.cli.credential_commands import new_key, revoke_key
@@ -186,7 +187,7 @@ def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Ser
     """Its prompt, and as much of its answer as it was sent; and in the router's counts what was done for it."""
     tally, tenants, metrics = server.service.metrics.tally, server.service.admission.tenants, server.service.metrics
     prompts, generated = tally.prompt_tokens, tally.generated_tokens
-    spent, left = (tenants._accounts["acme"].tokens if "acme" in tenants._accounts else 0), metrics.disconnects
+    spent, left = spent_tokens(tenants).get("acme", 0), metrics.disconnects
     server.pause(role)
     with asking(server, {**ASK, "max_tokens": 50, "stream": True}, secret) as client:
         server.wait_until(lambda: server.service.core.requests.in_flight == 1)
@@ -199,7 +200,7 @@ def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Ser
     size = 3
     assert tally.generated_tokens - generated == first
     assert tally.prompt_tokens - prompts == size * first, "nothing was done while prefill stood still"
-    assert tenants._accounts["acme"].tokens - spent == size + first
+    assert spent_tokens(tenants)["acme"] - spent == size + first
 
 
 def test_a_tenant_that_is_beyond_its_limits_has_no_body_read(server: Server, keys: Path, secret: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.router.http_server import DEMO, demo_spec
+from tests.router.security.spent_tokens import spent_tokens
 from tests.router.stage import Stage
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ErrorKind
@@ -283,5 +284,7 @@ def test_tokens_are_spent_of_the_tenant_that_asked_and_of_no_other(model_tokeniz
     mine, nobodys, theirs = site.begin(1, "acme"), site.begin(1), site.begin(1, "other")
     for stream, text in ((mine, "one two three"), (nobodys, "one"), (theirs, "four")):
         site.deliver(stream.choices[0], text)
-    spent = {name: account.tokens for name, account in site.tenants._accounts.items()}
-    assert spent == {"acme": 3 + len(mine.choices[0].tokens), "other": 3 + len(theirs.choices[0].tokens)}
+    assert spent_tokens(site.tenants) == {
+        "acme": 3 + len(mine.choices[0].tokens),
+        "other": 3 + len(theirs.choices[0].tokens),
+    }

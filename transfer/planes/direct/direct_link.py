@@ -16,8 +16,7 @@ import zmq
 from twinpool.cache.device.device_copies import CPU, device_copies, zeroed
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, layer_pairs
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, PoolSetLayout, PoolSetSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig

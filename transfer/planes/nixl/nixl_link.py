@@ -16,7 +16,7 @@ import torch
 from twinpool.cache.device.device_copies import device_copies, zeroed
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.memory.head_slices import HeadSlice, chosen, copy_common, layer_pairs
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, PoolSetLayout
 from twinpool.cache.memory.page_moves import PoolMove
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import ConfigError, LayoutMismatch, WireError

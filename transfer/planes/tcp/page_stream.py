@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from twinpool.cache.memory.head_slices import copy_common, of_layers, shared_spec
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, overlap
-from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.kv_cache_spec import BufferLayout, BufferSpec, overlap
 
 _ROW_BYTES = 4096
 """Rows that are shorter on average are packed: the kernel takes a while for each, and so do lists of them."""
