@@ -36,7 +36,7 @@ SAY_EVERY_S = 5.0
 """How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane", "settings",
+    "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "rank_nodes", "cordoned", "plane", "settings",
     "build", "fingerprint", "unlinked",
 )  # fmt: skip
 CLUSTER_KEYS = (

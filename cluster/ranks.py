@@ -3,19 +3,17 @@
 At the rendezvous they join the channel and form the tensor-parallel group, before any part is built that needs both.
 Orders go one way on the channel (`LeaderChannel`), answers and notices the other (`FollowerChannel`).
 
-All ranks of a worker are processes of one host. They meet at a socket whose name and keys follow from a secret, which
-the launcher makes for each start and gives to every rank: no other process can join. Leader and followers watch each
-other by pidfds. Any failure between ranks (a dead rank, a silent rank, an order that can't be carried out) ends the
-whole worker: without the lost heads no state of it can be used.
+Ranks are processes of one host, or of several (`cluster.ranks_over_hosts`). On one they meet at a socket whose name and
+keys follow from a secret, which the launcher makes for each start and gives to every rank: no other process can join.
+Leader and followers watch each other by pidfds. On several hosts the socket is the leader's, under the same keys, and
+they watch the links between them (`cluster.rank_links`). Any failure between ranks (a dead rank, a silent rank, a lost
+message, an order that can't be carried out) ends the whole worker: without the lost heads no state of it can be used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import select
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,25 +23,39 @@ import zmq
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from twinpool.cache.device.device_choice import chosen_device, gpu_view
+from twinpool.cluster.rank_links import (
+    ANSWER,
+    FOLLOWER_NOTICES,
+    JOIN,
+    JOIN_AGAIN_S,
+    NOTICE_KINDS,
+    JoinedRank,
+    LeaderPlace,
+    NetworkGroup,
+    NodeOfRank,
+    RankSocket,
+    RankWatch,
+    meeting_point,
+    store_path,
+    unlike,
+)
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.contracts.errors import PeerDead, WireError
+from twinpool.contracts.errors import ConfigError, PeerDead, WireError
 from twinpool.contracts.messages.rank_order_codec import decode, encode
 from twinpool.contracts.messages.rank_orders import (
     BeginStep,
     EndRank,
     FollowerNotice,
     FormGroup,
-    LinkLost,
     Order,
     StepBegun,
-    WriteArrived,
 )
 from twinpool.engine.layers.moe.expert_group import ExpertGroup
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 from twinpool.transfer.net import process_watch as process
 from twinpool.transfer.net.process_watch import PidfdWatch
-from twinpool.transfer.net.zmq_sockets import CurveKeys
+from twinpool.transfer.net.zmq_sockets import keep_alive
 
 
 @dataclass(frozen=True)
@@ -51,33 +63,49 @@ class RankGroup:
     """The leader's side of the rendezvous: the channel to its followers, and the group in which all ranks compute."""
 
     line: LeaderChannel
-    ranks: TorchDistributedGroup
+    ranks: TorchDistributedGroup | NetworkGroup
 
-    def watch(self) -> list[tuple[str, PidfdWatch]]:
+    def watch(self) -> list[tuple[str, RankWatch]]:
         return [(f"rank {rank} of this worker", watch) for rank, watch in self.line.watches.items()]
+
+    @property
+    def others(self) -> tuple[NodeOfRank, ...]:
+        """The nodes of the ranks from 1 on; none where all are on one host."""
+        return tuple(one.at for one in self.line.joined if one.at.host)
 
     def close(self) -> None:
         """Order the followers to end, and close the channel and the group. Idempotent."""
         if not self.line.socket.closed:
-            self.line.send(EndRank("the worker has ended"))
+            with suppress(PeerDead):  # Those that can be reached hear it; the others end by themselves.
+                self.line.send(EndRank("the worker has ended"))
+            self.ranks.close()  # Before the channel, which closes the watches that the group's links tell.
             self.line.close()
-            self.ranks.close()
 
 
 def lead(
-    meeting: str, size: int, clock: Clock, engine: EngineConfig, *, deadline_s: float, start_s: float
+    meeting: str,
+    size: int,
+    clock: Clock,
+    engine: EngineConfig,
+    *,
+    deadline_s: float,
+    start_s: float,
+    over: tuple[RankSocket, NodeOfRank] | None = None,
 ) -> RankGroup:
     """Be rank 0 of `size`: wait up to `start_s` for the followers, and form the group, whose ranks may take as long
     again to load the model.
 
     `meeting`: the ranks' secret, in hex. `engine`: says on which device this rank computes, and how exactly.
-    `deadline_s`: for answers to orders, and for each collective of the group. Raises `PeerDead` when a follower doesn't
-    come, and `ConfigError` for a GPU that can't be used.
+    `deadline_s`: for answers to orders, and for each collective of the group. `over`: of ranks on several hosts, where
+    they meet, which the group closes, and this one's node; None: all are on this host. Raises `PeerDead` when a
+    follower doesn't come, and `ConfigError` for a GPU that can't be used, and for nodes that aren't alike.
     """
-    line = LeaderChannel(meeting, size, clock, deadline_s)
+    line = LeaderChannel(meeting, size, clock, deadline_s, over[0] if over else None)
     try:
         line.meet(start_s)
-        store = _meeting_place()
+        if over is not None:
+            return _over_network(line, meeting, over, deadline_s, start_s)
+        store = store_path()
         line.send(FormGroup(store, *process.mine()))
         return RankGroup(line, _group(store, 0, size, engine, deadline_s, start_s))
     except BaseException:
@@ -85,22 +113,29 @@ def lead(
         raise
 
 
-def _meeting_place() -> str:
-    """The path of the file by which the group's ranks meet: a memfd, so that a worker that is killed leaves no file.
-
-    The memfd stays open as long as this process lives: torch opens the path again when the group ends, on every rank,
-    and would write into another file that had the descriptor's number by then.
-    """
-    return f"/proc/{os.getpid()}/fd/{os.memfd_create('twinpool-ranks', os.MFD_CLOEXEC)}"
+def _over_network(
+    line: LeaderChannel, secret: str, over: tuple[RankSocket, NodeOfRank], deadline_s: float, start_s: float
+) -> RankGroup:
+    """Form the group of ranks on several hosts. Raises `ConfigError` where their nodes aren't alike."""
+    place, node = over
+    if refused := unlike(node, [(rank, one.at) for rank, one in enumerate(line.joined, 1)]):
+        raise ConfigError(refused)
+    inbox = RankSocket(secret, node.host, place.link_timeout_s)
+    endpoints = (inbox.endpoint, *(one.endpoint for one in line.joined))
+    line.send(FormGroup("", *process.mine(), endpoints))
+    ranks = NetworkGroup(inbox, 0, endpoints, deadline_s=deadline_s, start_s=start_s)
+    line.watches = dict(ranks.links)
+    ranks.gather(torch.zeros(1))
+    return RankGroup(line, ranks)
 
 
 @dataclass(frozen=True)
 class FollowerRank:
-    """A follower's side of the rendezvous: the channel, the group, and a watch on the leader's process."""
+    """A follower's side of the rendezvous: the channel, the group, and a watch on the leader."""
 
     line: FollowerChannel
-    ranks: TorchDistributedGroup
-    leader: PidfdWatch
+    ranks: TorchDistributedGroup | NetworkGroup
+    leader: RankWatch
 
     def close(self) -> None:
         self.line.close()
@@ -109,30 +144,47 @@ class FollowerRank:
 
 
 def follow(
-    meeting: str, rank: int, size: int, engine: EngineConfig, *, deadline_s: float, start_s: float
+    meeting: str,
+    rank: int,
+    size: int,
+    engine: EngineConfig,
+    *,
+    deadline_s: float,
+    start_s: float,
+    over: LeaderPlace | None = None,
 ) -> FollowerRank:
     """Be rank `rank` of `size`, from 1 on, and form the group. `meeting`, `engine`, `deadline_s`: as for `lead`.
+    `over`: of ranks on several hosts, where the leader is.
 
-    Raises `PeerDead` when the leader doesn't come within `start_s`, has died, or is on another host, and `WireError`
-    when its first order is not to form a group.
+    Raises `PeerDead` when the leader doesn't come within `start_s`, has died, or is on another host than it should be,
+    and `WireError` when its first order is not to form a group.
     """
-    line = FollowerChannel(meeting, rank)
+    line = FollowerChannel(meeting, rank, over)
     try:
-        first = line.next(start_s)
+        first, left_s = line.next(min(start_s, JOIN_AGAIN_S)), start_s - JOIN_AGAIN_S
+        while first is None and left_s > 0:
+            line.join()
+            first, left_s = line.next(min(left_s, JOIN_AGAIN_S)), left_s - JOIN_AGAIN_S
         if first is None:
             raise PeerDead(f"the leader of this worker did not come within {start_s:g} s")
         form = first[1]
         if not isinstance(form, FormGroup):
             raise WireError(f"the first order must be to form a group, it is {type(form).__name__}")
+        if line.inbox is not None:
+            group = NetworkGroup(line.inbox, rank, form.endpoints, deadline_s=deadline_s, start_s=start_s)
+            group.gather(torch.zeros(1))
+            return FollowerRank(line, group, group.links[0])
         try:
             leader = PidfdWatch.open(form.pid, form.started, form.namespace)
         except ProcessLookupError:
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:
-            raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
+            raise PeerDead("the leader of this worker is on another host: that takes cluster.ranks_over_hosts=true")
         return FollowerRank(line, _group(form.store, rank, size, engine, deadline_s, start_s), leader)
     except BaseException:
         line.close()
+        if line.inbox is not None:
+            line.inbox.close()
         raise
 
 
@@ -158,7 +210,7 @@ class DataParallelRank:
 
     experts: ExpertGroup
     channel: LeaderChannel | FollowerChannel
-    watches: Sequence[tuple[str, PidfdWatch]]
+    watches: Sequence[tuple[str, RankWatch]]
     """On processes of the others: the first rank's on those of all, theirs on the first one's."""
 
     def wait_for_all(self) -> None:
@@ -181,9 +233,11 @@ def meet_data_parallel(
     `follow`."""
     if rank == 0:
         group = lead(meeting, size, clock, engine, deadline_s=deadline_s, start_s=start_s)
+        assert isinstance(group.ranks, TorchDistributedGroup), "these are on one host"
         others = [(f"data-parallel rank {number}", watch) for number, watch in group.line.watches.items()]
         return DataParallelRank(ExpertGroup(group.ranks, LeaderSteps(group.line)), group.line, others)
     follower = follow(meeting, rank, size, engine, deadline_s=deadline_s, start_s=start_s)
+    assert isinstance(follower.ranks, TorchDistributedGroup), "these are on one host"
     steps = RankSteps(follower.line)
     return DataParallelRank(
         ExpertGroup(follower.ranks, steps), follower.line, [("data-parallel rank 0", follower.leader)]
@@ -227,22 +281,8 @@ class RankSteps:
         return self._begun
 
 
-JOIN, ANSWER = b"J", b"A"
-_FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost] | type[StepBegun]] = {
-    b"T": WriteArrived,
-    b"S": LinkLost,
-    b"B": StepBegun,
-}
-NOTICE_KINDS = {kind: tag for tag, kind in _FOLLOWER_NOTICES.items()}
 _LOOK_S = 0.2
 """Seconds between two looks for dead followers, while waiting for an answer."""
-
-
-def meeting_point(secret: str) -> tuple[str, CurveKeys]:
-    """Endpoint and keys of the ranks that share `secret` (hex, 16 bytes or more). The socket is abstract: no file."""
-    raw = bytes.fromhex(secret)
-    name = hashlib.blake2b(raw, digest_size=12, person=b"twinpool-ranks").hexdigest()
-    return f"ipc://@twinpool-{name}", CurveKeys.from_secret(raw)
 
 
 class LeaderChannel:
@@ -252,47 +292,48 @@ class LeaderChannel:
     `size`: number of ranks, the leader included. `deadline_s`: how long a follower may take to answer an order.
     """
 
-    def __init__(self, secret: str, size: int, clock: Clock, deadline_s: float) -> None:
-        endpoint, curve = meeting_point(secret)
+    def __init__(
+        self, secret: str, size: int, clock: Clock, deadline_s: float, place: RankSocket | None = None
+    ) -> None:
+        """`place`: where followers of other hosts come; None: all are on this one."""
         self._size, self._clock, self._deadline_s = size, clock, deadline_s
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.socket = context.socket(zmq.ROUTER)
+        self._one_host = place is None
+        self.socket = (place or RankSocket(secret)).socket
         self.socket.set(zmq.SNDHWM, 0)
-        self.socket.set(zmq.RCVHWM, 0)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
-        curve.serve(self.socket)
-        self.socket.bind(endpoint)
-        self.watches: dict[int, PidfdWatch] = {}
-        self.processes: list[tuple[int, int, str]] = []
-        """Each follower's pid, start ticks and namespace, by rank from 1 on."""
+        self.watches: dict[int, RankWatch] = {}
+        self.joined: list[JoinedRank] = []
+        """Who each follower is, by rank from 1 on."""
         self._sequence = 0
+        self._sent = 0
+        self._heard: dict[int, int] = {}  # How many messages each follower has sent.
         self._open: dict[int, _AskedRanks] = {}
         self._follower_notices: list[tuple[int, FollowerNotice]] = []
-        self._joined: dict[int, tuple[int, int, str]] = {}
+        self._joins: dict[int, JoinedRank] = {}
 
     @property
     def size(self) -> int:
         return self._size
 
     def meet(self, timeout_s: float) -> None:
-        """Wait until all followers have joined, then watch their processes. Raises `PeerDead` when one has not joined
-        after `timeout_s`, has died, or is on another host."""
+        """Wait until all followers have joined; where all are on this host, watch their processes then. Raises
+        `PeerDead` when one has not joined after `timeout_s`, has died, or is on another host than it should be."""
         end = self._clock.now() + timeout_s
-        while len(self._joined) < self._size - 1:
+        while len(self._joins) < self._size - 1:
             if self._clock.now() >= end:
-                missing = sorted(set(range(1, self._size)) - set(self._joined))
+                missing = sorted(set(range(1, self._size)) - set(self._joins))
                 raise PeerDead(f"rank {missing[0]} of {self._size} did not come within {timeout_s:g} s")
             self.socket.poll(int(_LOOK_S * 1000))
             self._take()
-        self.processes = [self._joined[rank] for rank in range(1, self._size)]
-        for rank, (pid, started, boot) in self._joined.items():
+        self.joined = [self._joins[rank] for rank in range(1, self._size)]
+        for rank, one in enumerate(self.joined, 1) if self._one_host else ():
             try:
-                watch = PidfdWatch.open(pid, started, boot)
+                watch = PidfdWatch.open(*one.process)
             except ProcessLookupError:
-                raise PeerDead(f"rank {rank} (pid {pid}) died") from None
+                raise PeerDead(f"rank {rank} (pid {one.process[0]}) died") from None
             if watch is None:
-                raise PeerDead(f"rank {rank} is on another host: all ranks of a worker must be on one")
+                raise PeerDead(f"rank {rank} is on another host: that takes cluster.ranks_over_hosts=true")
             self.watches[rank] = watch
 
     def send(self, order: Order) -> None:
@@ -311,25 +352,33 @@ class LeaderChannel:
 
     def _send(self, order: Order, sequence: int) -> None:
         data = encode(order)
+        self._sent += 1
+        numbers = [self._sent.to_bytes(8, "little"), sequence.to_bytes(8, "little")]
         for rank in range(1, self._size):
             try:
-                self.socket.send_multipart([b"%d" % rank, sequence.to_bytes(8, "little"), data])
+                self.socket.send_multipart([b"%d" % rank, *numbers, data])
             except zmq.ZMQError as error:
                 raise PeerDead(f"rank {rank} of this worker can't be reached: {error}") from None
 
     def _take(self) -> None:
-        """Receive all messages that have come: joins, notices and answers. Never waits."""
+        """Receive all messages that have come: joins, notices and answers. Never waits. Raises `PeerDead` where one of
+        them was lost."""
         while True:
             try:
-                identity, kind, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                identity, kind, number, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             rank = int(identity)
-            value = msgpack.unpackb(frames[-1], use_list=False)
             if kind == JOIN:
-                self._joined[rank] = value
-            elif kind in _FOLLOWER_NOTICES:
-                self._follower_notices.append((rank, _FOLLOWER_NOTICES[kind](*value)))
+                mine, endpoint, at = msgpack.unpackb(frames[-1], use_list=False)
+                self._joins[rank], self._heard[rank] = JoinedRank(mine, endpoint, NodeOfRank(*at)), 1
+                continue
+            self._heard[rank] = self._heard.get(rank, 0) + 1
+            if int.from_bytes(number, "little") != self._heard[rank]:
+                raise PeerDead(f"a message of rank {rank} of this worker was lost: the link to it was cut")
+            value = msgpack.unpackb(frames[-1], use_list=False)
+            if kind in FOLLOWER_NOTICES:
+                self._follower_notices.append((rank, FOLLOWER_NOTICES[kind](*value)))
             else:
                 sequence = int.from_bytes(frames[0], "little")
                 asked = self._open.get(sequence)
@@ -353,7 +402,7 @@ class LeaderChannel:
         """Raise `PeerDead` when a follower's process is dead."""
         for rank, watch in self.watches.items():
             if watch.dead:
-                raise PeerDead(f"rank {rank} of this worker (pid {watch.pid}) died")
+                raise PeerDead(f"rank {rank} of this worker {watch.death}")
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -392,8 +441,12 @@ class _AskedRanks:
 class FollowerChannel:
     """The follower's end of the channel: takes orders, sends answers and notices. Used from one thread."""
 
-    def __init__(self, secret: str, rank: int) -> None:
+    def __init__(self, secret: str, rank: int, over: LeaderPlace | None = None) -> None:
+        """`over`: of ranks on several hosts, where the leader is; None: on this one."""
         endpoint, curve = meeting_point(secret)
+        self.inbox: RankSocket | None = None
+        """Where the other ranks are to send what they compute; None where all are on one host."""
+        self._sent = self._taken = 0
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.SNDHWM, 0)
@@ -402,62 +455,46 @@ class FollowerChannel:
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.ROUTING_ID, b"%d" % rank)
         curve.call(self.socket)
+        joins = JoinedRank(process.mine())
+        if over is not None:
+            keep_alive(self.socket, over.link_timeout_s)
+            self.inbox = RankSocket(secret, over.mine.host, over.link_timeout_s)
+            endpoint, joins = over.endpoint, JoinedRank(process.mine(), self.inbox.endpoint, over.mine)
         self.socket.connect(endpoint)
-        self.socket.send_multipart([JOIN, msgpack.packb(process.mine())])
+        self._joins = msgpack.packb(joins)
+        self.join()
+
+    def join(self) -> None:
+        """Say that this rank is there, until the leader answers: a cut connection loses it. It is always message 1."""
+        self._sent = 0
+        self._send(JOIN, self._joins)
 
     def next(self, timeout_s: float) -> tuple[int, Order] | None:
         """The number of the next order and the order (number 0: no answer is wanted); None when none has come after
         `timeout_s`.
 
-        Raises `WireError` for a message that is no order.
+        Raises `WireError` for a message that is no order, and `PeerDead` where one was lost.
         """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         try:
-            sequence, data = self.socket.recv_multipart()
+            number, sequence, data = self.socket.recv_multipart()
         except ValueError as error:
             raise WireError(f"not an order: {error}") from None
+        self._taken += 1
+        if int.from_bytes(number, "little") != self._taken:
+            raise PeerDead("an order of this worker's leader was lost: the link to it was cut")
         return int.from_bytes(sequence, "little"), decode(data)
 
     def answer(self, sequence: int, value: Any) -> None:
-        self.socket.send_multipart([ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
+        self._send(ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value))
 
     def send(self, notice: FollowerNotice) -> None:
-        self.socket.send_multipart([NOTICE_KINDS[type(notice)], msgpack.packb(notice)])
+        self._send(NOTICE_KINDS[type(notice)], msgpack.packb(notice))
+
+    def _send(self, kind: bytes, *frames: bytes) -> None:
+        self._sent += 1
+        self.socket.send_multipart([kind, self._sent.to_bytes(8, "little"), *frames])
 
     def close(self) -> None:
         self.socket.close()
-
-
-class DeathWatch:
-    """A thread that calls back, once, when the first of several processes has died."""
-
-    def __init__(self, watches: Sequence[tuple[str, PidfdWatch]], on_death: Callable[[str], None]) -> None:
-        """`watches`: for each process its description for the text, and its watch. `on_death` is called on the thread
-        with a sentence that names the process."""
-        self._watches = {watch.fd: (who, watch.pid) for who, watch in watches}
-        self._on_death = on_death
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
-        poller = select.poll()
-        for fd in (self._stop, *self._watches):
-            poller.register(fd, select.POLLIN)
-        for fd, _ in poller.poll():
-            if fd in self._watches:
-                who, pid = self._watches[fd]
-                self._on_death(f"{who} (pid {pid}) died")
-                return
-
-    def stop(self) -> None:
-        if self._stop < 0:
-            return
-        os.eventfd_write(self._stop, 1)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
-        stop, self._stop = self._stop, -1
-        os.close(stop)

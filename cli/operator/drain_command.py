@@ -296,8 +296,8 @@ def _told(row: Mapping[str, Any]) -> DrainProgress:
 
 
 def _is_on(row: Mapping[str, Any], node: str) -> bool:
-    node_id = row.get("node_id") or ""
-    return bool(row["node"] == node or (len(node) >= NODE_ID_CHARS and node_id.startswith(node)))
+    nodes = [(row["node"], row.get("node_id") or ""), *(row.get("rank_nodes") or ())]
+    return any(host == node or (len(node) >= NODE_ID_CHARS and node_id.startswith(node)) for host, node_id in nodes)
 
 
 def table(report: DrainReport) -> Any:

@@ -91,7 +91,7 @@ def status_table(workers: Sequence[Row], *, unfold: bool = True) -> Any:
         state = ", ".join([w["state"], *_troubles(w)])
         starts = sorted({row["incarnation"] for row in alike})
         cells = [
-            w["node"],
+            _nodes_of(w),
             w["pid"] if w["pid"] and len(alike) == 1 and w["state"] not in GONE else "",
             starts[0] if len(starts) == 1 else f"{starts[0]}-{starts[-1]}",
             w["running"],
@@ -105,6 +105,11 @@ def status_table(workers: Sequence[Row], *, unfold: bool = True) -> Any:
     return table
 
 
+def _nodes_of(row: Row) -> str:
+    """The node of a worker, or the nodes of its ranks, that of rank 0 first."""
+    return ", ".join(dict.fromkeys([row["node"], *(node for node, _ in row.get("rank_nodes") or ())]))
+
+
 def folded(workers: Sequence[Row]) -> list[list[Row]]:
     """Return the workers in groups of alike ones, in the order of each one's first; those of a small group, or of a
     short table, are alone."""
@@ -112,10 +117,8 @@ def folded(workers: Sequence[Row]) -> list[list[Row]]:
         return [[row] for row in workers]
     groups: dict[object, list[Row]] = {}
     for w in workers:
-        shown = tuple(
-            str(w.get(key)) for key in ("role", "state", "node", "running", "waiting", "pages_free", "pages_total")
-        )
-        alike = (*shown, *_troubles(w), w.get("plane"), w.get("settings"), w.get("cordoned"))
+        shown = tuple(str(w.get(key)) for key in ("role", "state", "running", "waiting", "pages_free", "pages_total"))
+        alike = (*shown, _nodes_of(w), *_troubles(w), w.get("plane"), w.get("settings"), w.get("cordoned"))
         groups.setdefault(alike, []).append(w)
     return [
         part for rows in groups.values() for part in ([rows] if len(rows) >= FOLDED_FROM else [[row] for row in rows])

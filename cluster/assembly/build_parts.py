@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,7 +124,7 @@ def build_parts(
         waiter.add(dp.channel.socket)
         dp.wait_for_all()
     if line is not None:
-        line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
+        check_weights(weights_digest(spec, config), line.ask(AwaitReady(), config.cluster.start_timeout_s).wait())
     take_over(manager, line)
     return WorkerParts(spec, config, device, waiter, plane, manager, engine, curve)
 
@@ -265,6 +265,17 @@ def weights_digest(spec: ModelSpec, config: Config) -> str:
     computed = [config.engine.models] if config.engine.models != "native" else []
     changed = [spec.weights.serial] if spec.weights is not None else []
     return "-".join((spec.fingerprint, *quantised, *computed, *changed))
+
+
+def check_weights(mine: str, theirs: Sequence[str]) -> None:
+    """Check that all ranks of a worker have loaded the same weights, each from the files of its own node. `theirs`:
+    digests (`weights_digest`) of the ranks from 1 on. Raises `ConfigError`."""
+    for rank, digest in enumerate(theirs, 1):
+        if digest != mine:
+            raise ConfigError(
+                f"rank {rank} of this worker has other weights ({digest[:16]}) than rank 0 ({mine[:16]}): the model's "
+                "files differ between their nodes"
+            )
 
 
 log = logging.getLogger("twinpool.arena")

@@ -130,7 +130,7 @@ def build_worker(
         pools = p.manager.pools
         common = fingerprint_of(weights_digest(spec, config), pools.spec, _numerics(p))
         end = RoomEnd(name, incarnation, common, p.plane, pools, p.device, transfer, transport, clock)
-        sender = KVSender(end, group.line.processes if group else ())
+        sender = KVSender(end, [one.process for one in group.line.joined] if group else ())
         undo.callback(sender.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
@@ -200,6 +200,8 @@ class RankParts:
     storage: FollowerPageStore | None
     waiter: Waiter
     arena: Arena | None
+    weights: str
+    """Digest of the weights (`weights_digest`)."""
 
     def close(self) -> None:
         if self.storage is not None:
@@ -270,4 +272,6 @@ def build_rank(
         lambda place: arena.count_copy() if arena and place == HOST else None,
         partial(settled, device.torch_device),
     )
-    return RankParts(state, FollowerLinks(plane, steps), steps, engine, storage, waiter, arena)
+    return RankParts(
+        state, FollowerLinks(plane, steps), steps, engine, storage, waiter, arena, weights_digest(spec, config)
+    )

@@ -93,8 +93,8 @@ class NodeShare:
     """The division of a node among workers."""
 
     facts: NodeFacts
-    workers: Mapping[Role, int]
-    """Number of workers of each role that the node is planned for."""
+    workers: Mapping[Role, float]
+    """Number of workers of each role that the node is planned for; of ranks on several nodes so many workers' worth."""
     threads: int
     """Threads that each rank computes with."""
     weights: int
@@ -116,6 +116,8 @@ class NodeShare:
     """Whether its workers copy and send on threads of their own, if they compute on the CPU."""
     parts: Mapping[Role, float] = field(default_factory=dict)
     """Which part of `weights` a worker of each role has; all where it isn't named."""
+    largest: Mapping[Role, float] = field(default_factory=dict)
+    """How many times an equal part of a worker its largest rank has, where its ranks may be on several nodes."""
 
     def sizes(self, role: Role) -> WorkerShare:
         return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role], self.copy_threads)

@@ -228,7 +228,7 @@ class Autoscaler:
         new, self._gone = gone - self._gone, gone
         for name in sorted(new):
             row = rows[name]
-            if row.becomes is None and name not in self._sent and not self._core.cordoned(row.node):
+            if row.becomes is None and name not in self._sent and not self._core.table.cordoned(row):
                 self.hold(f"{name} was drained")
         if left := {name for name in self._sent if name not in rows or not rows[name].serves}:
             self._sent -= left

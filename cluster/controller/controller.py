@@ -157,14 +157,17 @@ class Controller:
         """Replace what nodes have for workers. Raises as the ledger does."""
         self.table.set_room(room)
 
-    def placed(self, name: WorkerName, incarnation: Incarnation, node: NodePlace) -> None:
-        """Note the node that a start's process was placed on; on a cordoned node, the start begins anew elsewhere."""
+    def placed(
+        self, name: WorkerName, incarnation: Incarnation, node: NodePlace, others: tuple[NodePlace, ...] = ()
+    ) -> None:
+        """Note the node that a start's process was placed on, and those of its other ranks; on a cordoned node, the
+        start begins anew elsewhere."""
         row = self._current(name, incarnation)
         if row is not None and row.state is WorkerState.STARTING:
-            row.node, row.waits = node, ""
+            row.node, row.others, row.waits = node, others, ""
             row.deadline = self._clock.now() + self._config.start_timeout_s
             row.status = row.own_status()
-            if not self.cordoned(node):
+            if not self.table.cordoned(row):
                 self.table.saved(row)
             else:
                 self.table.end_start(row, "its node is cordoned")
@@ -196,7 +199,8 @@ class Controller:
         if row is None or row.state is not WorkerState.STARTING:
             return self._fenced(record.incarnation)
         row.node = NodePlace(record.node_id, record.node)
-        if self.cordoned(row.node):
+        row.others = tuple(NodePlace(one.node_id, one.node) for one in record.rank_nodes)
+        if self.table.cordoned(row):
             self.table.end_start(row, "its node is cordoned")
             return self._fenced(record.incarnation)
         now = self._clock.now()
@@ -259,7 +263,7 @@ class Controller:
             row.state = advance(row.state, WorkerEvent.CHANGED)
             other = row.becomes is not row.role
             keeps = other or (row.changes and self.weights.keeps_process(row))
-            goes_on = closed and keeps and self.can_start and not self.cordoned(row.node)
+            goes_on = closed and keeps and self.can_start and not self.table.cordoned(row)
             what = f"goes on as a {row.becomes} worker" if goes_on else "starts again" + f" for {row.becomes}" * other
             self.table.note(f"{name} has left, and {what}")
             row.waiting = incarnation if goes_on else NO_INCARNATION

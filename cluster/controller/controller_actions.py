@@ -33,6 +33,8 @@ class PlacedProcess(Message, frozen=True):
     name: WorkerName
     incarnation: Annotated[Incarnation, UNSIGNED]
     node: NodePlace
+    others: Annotated[tuple[NodePlace, ...], SOME] = ()
+    """The nodes of its ranks from 1 on, as far as they are known."""
 
 
 class StartWorker(Message, frozen=True, tag="start"):

@@ -239,7 +239,7 @@ class ControllerService:
                 for ended in report.ended:
                     self._core.died(ended.name, ended.incarnation, ended.reason)
                 for placed in report.placed:
-                    self._core.placed(placed.name, placed.incarnation, placed.node)
+                    self._core.placed(placed.name, placed.incarnation, placed.node, placed.others)
                 self._settings.take(report.settings)
                 self.tick()
         except (OSError, LedgerLost) as error:

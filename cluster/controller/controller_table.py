@@ -238,23 +238,28 @@ class ControllerTable:
         for row in self.rows.values():
             whole = row.changed_at > since
             if whole or row.numbers_at > since:
-                view = row.view(self.nodes.cordoned(row.node)) if whole else row.view(cordoned=False)
+                view = row.view(self.cordoned(row)) if whole else row.view(cordoned=False)
                 found.append(RowChange(view, whole, row.counters_at > since))
         return found
 
     def views(self) -> tuple[WorkerView, ...]:
         """The whole table, one row a worker, including workers that have left or are dead."""
-        return tuple(row.view(self.nodes.cordoned(row.node)) for row in self.rows.values())
+        return tuple(row.view(self.cordoned(row)) for row in self.rows.values())
+
+    def cordoned(self, row: WantedWorker) -> bool:
+        """Whether a node that this worker has a process on takes no workers."""
+        return any(self.nodes.cordoned(node) for node in row.nodes)
 
     def every_node(self) -> set[NodePlace]:
         """All known nodes: nodes that take workers, and nodes that workers are or were on."""
-        return {*self.nodes.places, *(row.node for row in self.rows.values() if row.node.host)}
+        return {*self.nodes.places, *(node for row in self.rows.values() for node in row.nodes if node.host)}
 
     def is_node(self, name: str) -> bool:
         return name in self.nodes.names or any(node.named(name) for node in self.every_node())
 
     def on_node(self, name: str) -> Iterable[WantedWorker]:
-        return [row for row in self.rows.values() if row.node.named(name)]
+        """The workers that have a process on a node."""
+        return [row for row in self.rows.values() if any(node.named(name) for node in row.nodes)]
 
     def sharers(self, name: WorkerName, role: Role) -> tuple[WorkerName, ...]:
         """The workers that share their experts with this one, itself among them."""
@@ -307,7 +312,8 @@ TURN = "its turn to start (cluster.starts_at_once)"
 def occupant(row: WantedWorker) -> Occupant:
     """A worker as the room is asked about it; one that doesn't run may come back anywhere."""
     runs = row.serves or row.state is WorkerState.STARTING
-    return Occupant(row.name, row.role, row.node if runs else NOWHERE, row.only, starts=not row.serves)
+    node, others = (row.node, row.others) if runs else (NOWHERE, ())
+    return Occupant(row.name, row.role, node, row.only, starts=not row.serves, others=others)
 
 
 class StartQueue:

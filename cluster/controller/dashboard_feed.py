@@ -248,7 +248,7 @@ def dashboard_of(
     def state() -> ClusterState:
         rows = core.table.rows.values()
         return ClusterState(
-            [WorkerSample(row.view(core.cordoned(row.node)), row.counters_said) for row in rows],
+            [WorkerSample(row.view(core.table.cordoned(row)), row.counters_said) for row in rows],
             autoscaler.view() if autoscaler is not None else None,
             plane(),
             supervised=core.can_start or core.shutting_down,

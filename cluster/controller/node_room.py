@@ -90,6 +90,8 @@ class RoleRoom(Message, frozen=True):
     """Processes of this role that Ray places there at most; None: any number."""
     together: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)] = 1
     """Workers that share their experts, and so start, restart and leave together (`prefill.dp`)."""
+    over_hosts: bool = False
+    """Whether the ranks of a worker may be on several nodes (`cluster.ranks_over_hosts`)."""
 
 
 class NodeRoom(Message, frozen=True):
@@ -130,6 +132,8 @@ class Occupant(NamedTuple):
     """The one node that it is to run on; empty: any."""
     starts: bool = False
     """Whether it is starting, and has yet to take what it will."""
+    others: tuple[NodePlace, ...] = ()
+    """Where its ranks from 1 on are, if some are on other nodes than `node`."""
 
 
 class ClusterRoom(Message, frozen=True):
@@ -170,18 +174,23 @@ class ClusterRoom(Message, frozen=True):
         """The nodes that each have room for all of `more`, which are alike but for their names; all that `there` may
         still take is taken."""
         role, only, names = more[0].role, more[0].only, [one.name for one in more]
-        return [
-            left.room
-            for left in self._left(there)
-            if (not only or left.room.named(only)) and left.fits(role, names) == len(names)
-        ]
+        left = [one for one in self._left(there) if not only or one.room.named(only)]
+        alone = [one for one in left if one.fits(role, names) == len(names)]
+        if not alone and _spread(_copies(left), role, len(names)) == len(names):
+            alone = [one for one in left if one.ranks_left(role)]  # Their ranks fit on several together.
+        return [one.room for one in alone]
 
     def _left(self, there: Iterable[Occupant]) -> list[_Left]:
         left = [_Left(room) for room in self.nodes]
         homeless = []
         for one in there:
             home = next((each for each in left if one.node.host and each.room.is_at(one.node)), None)
-            if home is not None:
+            if one.others:
+                for node in (one.node, *one.others):
+                    for each in left:
+                        if each.room.is_at(node):
+                            each.take_ranks(one.role, 1)
+            elif home is not None:
                 home.hold(one)
             else:
                 homeless.append(one)
@@ -244,6 +253,24 @@ class _Left:
             most = min(most, dealt.index(False) if False in dealt else len(names))
         return max(0, min(most, len(names)))
 
+    def ranks_left(self, role: Role) -> int:
+        """How many ranks of a worker fit here whose others are on other nodes; 0 where there are no such workers."""
+        need = self.room.roles.get(role)
+        if need is None or not need.over_hosts:
+            return 0
+        most = min(self.memory // max(1, need.nbytes // need.ranks), self.processes)
+        return max(0, min(most, self.places.get(role, most)))
+
+    def take_ranks(self, role: Role, count: int) -> None:
+        """Count ranks of workers whose others are elsewhere."""
+        need = self.room.roles.get(role)
+        if need is None:
+            return
+        self.memory -= count * (need.nbytes // need.ranks)
+        self.processes -= count
+        if role in self.places:
+            self.places[role] -= count
+
     def add(self, role: Role, count: int) -> None:
         """Count workers that are to be added."""
         need = self.room.roles[role]
@@ -296,7 +323,21 @@ def _place(left: Sequence[_Left], role: Role, names: Sequence[WorkerName], only:
             if fit:
                 one.add(role, fit)
             placed += fit
+    if placed < len(names) and not only:
+        placed += _spread(left, role, len(names) - placed)
     return placed
+
+
+def _spread(left: Sequence[_Left], role: Role, count: int) -> int:
+    """Fill nodes with workers whose ranks may be on several of them; returns how many of `count` fit."""
+    ranks = max((one.room.roles[role].ranks for one in left if role in one.room.roles), default=1)
+    fit = min(count, sum(one.ranks_left(role) for one in left) // ranks)
+    need = fit * ranks
+    for one in left:
+        taken = min(need, one.ranks_left(role))
+        one.take_ranks(role, taken)
+        need -= taken
+    return fit
 
 
 def _refusal(left: Sequence[_Left], role: Role, asked: int, fit: int) -> str:

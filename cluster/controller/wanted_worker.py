@@ -128,6 +128,13 @@ class WantedWorker:
     """The first incarnation that its process has been."""
     changes: bool = False
     """Whether it drains to change its weights, or to sleep: routers send it nothing new from the moment it is told."""
+    others: tuple[NodePlace, ...] = ()
+    """The nodes of its ranks from 1 on, where some are or were on other nodes."""
+
+    @property
+    def nodes(self) -> tuple[NodePlace, ...]:
+        """Each node that it has or had a process on, its own first."""
+        return tuple(dict.fromkeys((self.node, *self.others)))
 
     @property
     def serves(self) -> bool:
@@ -205,6 +212,7 @@ def to_ledger(row: WantedWorker) -> str:
         "state": row.state,
         "wanted": row.wanted,
         "node": [row.node.node_id, row.node.host],
+        "others": [[node.node_id, node.host] for node in row.others],
         "only": row.only,
         "ever_ready": row.ever_ready,
         "drains": row.drains,
@@ -227,6 +235,7 @@ def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWor
         wanted=bool(kept["wanted"]),
         record=msgspec.convert(kept["record"], WorkerRecord | None),
         node=NodePlace(*kept["node"]),
+        others=tuple(NodePlace(*node) for node in kept.get("others", ())),
         only=kept["only"],
         ever_ready=bool(kept["ever_ready"]),
         drains=bool(kept["drains"]),

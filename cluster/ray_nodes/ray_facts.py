@@ -148,7 +148,7 @@ class NodeDrains:
         """Ids, sorted, of nodes with workers that are to be drained now; each until `told` names it, once for as long
         as Ray drains it."""
         nodes = self._nodes
-        with_workers = {view.record.node_id for view in views} if nodes else set()
+        with_workers = {node_id for view in views for _, node_id in view.record.nodes} if nodes else set()
         return sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
 
     def told(self, node: str) -> None:

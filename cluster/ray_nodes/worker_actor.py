@@ -16,7 +16,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.controller.controller_actions import WorkerKey
+from twinpool.cluster.controller.node_room import NodePlace
+from twinpool.cluster.rank_links import RankSocket
 from twinpool.cluster.ray_nodes.ray_facts import RESOURCES
-from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark, rank_link_timeout_s
 from twinpool.cluster.worker_process.worker_process import TERMINATED, NextPlan, PlannedWorkers, run_worker
 from twinpool.contracts.build_id import build_id
-from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 NODE_LABEL = "ray.io/node-id"
 PLACE_WAIT_S = 5.0
@@ -48,27 +51,53 @@ def ranks_name(actor: str) -> str:
     return f"{actor}.ranks"
 
 
-def take_places(worker: WorkerKey, resources: dict[str, float], ranks: int, node_id: str, *, kept: bool) -> Any:
-    """Ask for places with `resources` on a node, for each rank of a worker; returns their placement group. `kept`:
-    beyond this process."""
-    here = [{NODE_LABEL: node_id}] * ranks
+def take_places(worker: WorkerKey, resources: dict[str, float], nodes: Sequence[str], *, kept: bool) -> Any:
+    """Ask for a place with `resources` on the node of each rank of a worker, by Ray id; returns their placement group.
+    `kept`: beyond this process."""
+    here = [{NODE_LABEL: node} for node in nodes]
     return placement_group(
-        [resources] * ranks,
-        strategy="STRICT_PACK",
+        [resources] * len(here),
+        strategy="PACK" if len(set(nodes)) > 1 else "STRICT_PACK",
         bundle_label_selector=here,
         name=place_name(worker),
         lifetime="detached" if kept else None,
     )
 
 
-def places_on_one_node(plan: WorkerPlan, size: int, elsewhere: dict[str, str], *, kept: bool) -> Any:
-    """Ask for a place on one node for each of `size` ranks, or none; returns their placement group. `elsewhere`: the
-    label selector of the node. `kept`: beyond this process."""
+def places_for_ranks(
+    plan: WorkerPlan, size: int, elsewhere: dict[str, str], *, kept: bool, free: Mapping[str, float] | None = None
+) -> Any:
+    """Ask for a place for each of `size` ranks, or none; returns their placement group. They are on one node; where the
+    plan's may be on several, and no node is free for all, on as few as Ray finds. `elsewhere`: the label selector of
+    the nodes. `kept`: beyond this process. `free`: how many ranks each node has places for now, by Ray id."""
     labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
     named = ranks_name(f"{plan.name}.{plan.incarnation}")
     bundles = [rank_resources(plan) for _ in range(size)]
     lifetime = "detached" if kept else None
-    return placement_group(bundles, strategy="STRICT_PACK", name=named, lifetime=lifetime, **labels)
+
+    def ask(strategy: str) -> Any:
+        return placement_group(bundles, strategy=strategy, name=named, lifetime=lifetime, **labels)
+
+    if not plan.config.over_hosts(plan.role):
+        return ask("STRICT_PACK")
+    if max((free or {}).values(), default=0) >= size:
+        group = ask("STRICT_PACK")
+        if places_taken(group):
+            return group
+        remove_placement_group(group)  # What was free is another's by now.
+    return ask("PACK")
+
+
+def free_places(plan: WorkerPlan, nodes: Container[str]) -> dict[str, float]:
+    """How many ranks of a worker each of these nodes has places for now, by Ray id."""
+    import ray._private.state
+
+    needs = rank_resources(plan)
+    return {
+        node: min(there.get(name, 0.0) // count for name, count in needs.items())
+        for node, there in ray._private.state.available_resources_per_node().items()
+        if node in nodes
+    }
 
 
 def places_taken(group: Any) -> bool:
@@ -176,6 +205,56 @@ class AskedStart(NamedTuple):
     only: str
 
 
+@dataclass(slots=True)
+class FollowerActor:
+    """A launcher's view of a rank from 1 on."""
+
+    rank: int
+    handle: Any
+    where: Any
+    at: ActorPlacement | None = None
+    meets: Any = ""
+    """The Ray reference of where its leader listens, which may be on another node; empty: on its own."""
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A launcher's view of a worker that it has started or taken over."""
+
+    started: StartedRank
+    handle: Any
+    run: Any
+    where: Any
+    asked_at: float
+    """When Ray was asked for it, by the launcher's clock."""
+    at: ActorPlacement | None = None
+    followers: dict[Any, FollowerActor] = field(default_factory=dict)
+    """The other ranks, by the Ray reference of their `run`."""
+    why: str = ""
+    """Why this launcher killed the worker; empty where it didn't."""
+    group: Any = None
+    """The placement group of a worker of several ranks; None for one rank."""
+    place: Any = None
+    """The placement group that holds its places in a role that it has changed to; None where it was started in it."""
+    role: Role | None = None
+    """Its role; None where another launcher has started it."""
+    dismissed: bool = False
+    """Whether its other ranks were killed and its places given back."""
+    again: set[Any] = field(default_factory=set)
+    """The Ray references of those `run`s that are their rank's second (`RayLauncher._run_again`)."""
+
+    @property
+    def nodes(self) -> list[NodePlace]:
+        """The node of each rank that has told it, the leader's first."""
+        told = [self.at, *(follower.at for follower in self.followers.values())]
+        return [NodePlace(at.node_id, at.node) for at in told if at is not None]
+
+    @property
+    def placed(self) -> bool:
+        """Whether all its ranks have told where they are."""
+        return self.at is not None and all(follower.at is not None for follower in self.followers.values())
+
+
 class WorkerActor:
     """The Ray actor of one rank of one incarnation of a worker, of either role."""
 
@@ -183,6 +262,7 @@ class WorkerActor:
         self._plan, self._held = plan, rank_resources(plan)
         self._workers = PlannedWorkers()
         self._next = NextPlan()
+        self._meeting: RankSocket | None = None
         self._runs = False
         self._outlasted, self._lock = threading.Event(), threading.Lock()
         TERMINATED.listen()
@@ -190,6 +270,12 @@ class WorkerActor:
     def where(self) -> ActorPlacement:
         """The actor's process and node."""
         return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
+
+    def meet(self) -> str:
+        """Listen for the worker's other ranks, which may be on other nodes; returns where."""
+        host = self._plan.host or ray.util.get_node_ip_address()
+        self._meeting = RankSocket(self._plan.meeting, host, rank_link_timeout_s(self._plan.config))
+        return self._meeting.endpoint
 
     def started(self) -> dict[str, Any]:
         """What a launcher that takes the actor over must know (`StartedRank`)."""
@@ -203,18 +289,20 @@ class WorkerActor:
             self._outlasted = mine = threading.Event()
         mine.wait()
 
-    def run(self, by_node: Mapping[str, WorkerShare] | None = None) -> None:
+    def run(self, by_node: Mapping[str, WorkerShare] | None = None, leader_at: str = "") -> None:
         """Be the rank until the worker ends. Never returns: the process exits then.
 
-        `by_node`: shares in place of the plan's. Raises `NodeUnmeasured` where this node has none; the actor goes on,
-        and may be called again.
+        `by_node`: shares in place of the plan's. `leader_at`: `WorkerPlan.leader_at`. Raises `NodeUnmeasured` where
+        this node has none; the actor goes on, and may be called again.
         """
         plan = self._here(self._plan if by_node is None else dataclasses.replace(self._plan, by_node=by_node))
+        plan = dataclasses.replace(plan, leader_at=leader_at)
         self._runs = True
         if plan.rank:
             from twinpool.cluster.worker_process.follower_process import run_follower
 
             run_follower(plan, lambda: self._following(None))  # Its leader's end is its own.
+        self._workers.meeting = self._meeting
         run_worker(plan, self._workers, self._following)
 
     def go_on(self, plan: WorkerPlan) -> None:

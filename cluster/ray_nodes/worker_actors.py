@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -30,12 +29,15 @@ from twinpool.cluster.ray_nodes.worker_actor import (
     NODE_LABEL,
     ActorPlacement,
     AskedStart,
+    FollowerActor,
+    RunningWorker,
     StartedRank,
     WorkerActor,
     crash_line,
+    free_places,
     kept_places,
     place_name,
-    places_on_one_node,
+    places_for_ranks,
     places_taken,
     ranks_name,
     take_places,
@@ -58,44 +60,6 @@ TOLD_S, LOOK_AGAIN_S = 2.0, 0.1
 """How long an actor may take to be told to run by a launcher that has ended, and how often it is looked at."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
-
-
-@dataclass(slots=True)
-class _FollowerActor:
-    rank: int
-    handle: Any
-    where: Any
-    at: ActorPlacement | None = None
-
-
-@dataclass(slots=True)
-class _RunningWorker:
-    started: StartedRank
-    handle: Any
-    run: Any
-    where: Any
-    asked_at: float
-    """When Ray was asked for it, by the launcher's clock."""
-    at: ActorPlacement | None = None
-    followers: dict[Any, _FollowerActor] = field(default_factory=dict)
-    """The other ranks, by the Ray reference of their `run`."""
-    why: str = ""
-    """Why this launcher killed the worker; empty where it didn't."""
-    group: Any = None
-    """The placement group of a worker of several ranks; None for one rank."""
-    place: Any = None
-    """The placement group that holds its places in a role that it has changed to; None where it was started in it."""
-    role: Role | None = None
-    """Its role; None where another launcher has started it."""
-    dismissed: bool = False
-    """Whether its other ranks were killed and its places given back."""
-    again: set[Any] = field(default_factory=set)
-    """The Ray references of those `run`s that are their rank's second (`RayLauncher._run_again`)."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether all its ranks have told where they are."""
-        return self.at is not None and all(follower.at is not None for follower in self.followers.values())
 
 
 Shares = Callable[[Role], Mapping[str, WorkerShare]]
@@ -124,7 +88,7 @@ class RayLauncher:
         self._placed: list[PlacedProcess] = []
         # Once: Ray keeps the export of each remote class for ever, and workers are started again and again.
         self._class = ray.remote(WorkerActor)
-        self._running: dict[Any, _RunningWorker] = {}
+        self._running: dict[Any, RunningWorker] = {}
         self._forming: dict[WorkerKey, AskedStart] = {}
         """Workers whose start waits for those of the workers that they share their experts with."""
 
@@ -150,7 +114,7 @@ class RayLauncher:
         """Take over the workers that an earlier process of this kind has started and that still run. Those that don't
         answer are ended, as are ranks without their leader: nobody else would, and they hold memory and places."""
         names = [name for name in ray.util.list_named_actors() if _NAMED.fullmatch(name)]
-        holders: dict[str, _RunningWorker] = {}
+        holders: dict[str, RunningWorker] = {}
         for name in sorted(names, key=lambda name: "rank" in name):
             try:
                 handle = ray.get_actor(name)
@@ -174,7 +138,7 @@ class RayLauncher:
             self._kill(running)
             del self._running[running.run]
 
-    def _take_over(self, handle: Any) -> _RunningWorker | None:
+    def _take_over(self, handle: Any) -> RunningWorker | None:
         """Take over one rank; returns its worker where it is the leader. Raises Ray's errors, and `ValueError` for one
         that isn't told to run, or whose leader isn't taken over."""
         deadline = time.monotonic() + TOLD_S
@@ -184,13 +148,13 @@ class RayLauncher:
             threading.Event().wait(LOOK_AGAIN_S)
         if not started.rank:
             now = self._clock.now()
-            running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
+            running = RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
             self._running[running.run] = running
             return running
         leader = next((one for one in self._running.values() if one.started.key == started.key), None)
         if leader is None:
             raise ValueError("its leader isn't there")
-        leader.followers[handle.outlast.remote()] = _FollowerActor(started.rank, handle, handle.where.remote())
+        leader.followers[handle.outlast.remote()] = FollowerActor(started.rank, handle, handle.where.remote())
         return None
 
     def start(
@@ -207,7 +171,10 @@ class RayLauncher:
             return
         size = plan.config.ranks_for(plan.role)
         elsewhere = self._elsewhere(plan, avoid, only)
-        group = places_on_one_node(plan, size, elsewhere, kept=self._detached) if size > 1 else None
+        group = None
+        if size > 1:
+            free = free_places(plan, self._allowed(plan, avoid, only)) if plan.config.over_hosts(plan.role) else None
+            group = places_for_ranks(plan, size, elsewhere, kept=self._detached, free=free)
         self._begin(plan, group, elsewhere)
 
     def _begin(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], first: int = 0) -> None:
@@ -217,13 +184,15 @@ class RayLauncher:
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
         leader, *followers = [self._actor(rank, group, elsewhere, first) for rank in ranks]
+        # Ray gives the followers what the leader's call returns, once it has.
+        meets = leader.meet.remote() if plan.config.over_hosts(plan.role) else ""
         runs = {
-            handle.run.remote(): _FollowerActor(rank, handle, handle.where.remote())
+            handle.run.remote(leader_at=meets): FollowerActor(rank, handle, handle.where.remote(), meets=meets)
             for rank, handle in enumerate(followers, 1)
         }
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
         held = None if first else group
-        self._running[run] = _RunningWorker(
+        self._running[run] = RunningWorker(
             started, leader, run, where, self._clock.now(), followers=runs, group=held, role=plan.role
         )
 
@@ -239,7 +208,7 @@ class RayLauncher:
         first, secret = asked[0], secrets.token_hex(32)
         elsewhere = self._elsewhere(first.plan, tuple(name for one in asked for name in one.avoid), first.only)
         ranks = first.plan.config.ranks_for(first.plan.role)
-        group = places_on_one_node(first.plan, size * ranks, elsewhere, kept=self._detached)
+        group = places_for_ranks(first.plan, size * ranks, elsewhere, kept=self._detached)
         together = ranks_name(f"{first.plan.name}.{first.plan.incarnation}")
         for number, one in enumerate(asked):
             del self._forming[one.plan.name, one.plan.incarnation]
@@ -248,7 +217,7 @@ class RayLauncher:
 
     def nodes_in_use(self) -> set[str]:
         """The nodes, by Ray id, on which processes of workers run or start."""
-        return {running.at.node_id for running in self._running.values() if running.at is not None}
+        return {node.node_id for running in self._running.values() for node in running.nodes}
 
     def _goes_on(self, plan: WorkerPlan, before: Incarnation) -> bool:
         """Have the process of incarnation `before` go on by this plan; returns whether it does. One that can't is
@@ -271,11 +240,18 @@ class RayLauncher:
         running.handle.go_on.remote(plan)
         for follower in running.followers.values():
             follower.handle.go_on.remote(dataclasses.replace(plan, rank=follower.rank))
-        self._placed.append(PlacedProcess(*started.key, NodePlace(running.at.node_id, running.at.node)))
+        self._tell(running)
         return True
 
+    def _tell(self, running: RunningWorker) -> None:
+        """Tell the nodes of a worker's ranks, as far as they are known."""
+        if running.at is not None:
+            first, *others = running.nodes
+            apart = tuple(others) if any(node != first for node in others) else ()
+            self._placed.append(PlacedProcess(*running.started.key, first, apart))
+
     @staticmethod
-    def _why_not(running: _RunningWorker, started: StartedRank) -> str:
+    def _why_not(running: RunningWorker, started: StartedRank) -> str:
         """Why a process can't go on as another worker, in words; empty where it can."""
         if running.why:
             return running.why
@@ -283,29 +259,36 @@ class RayLauncher:
             return "what it would keep is not as the new plan has it: build, model, engine settings, ranks or address"
         return "" if running.at is not None and running.at.node_id else "its node isn't known"
 
-    def _take_places(self, running: _RunningWorker, started: StartedRank) -> bool:
+    def _take_places(self, running: RunningWorker, started: StartedRank) -> bool:
         """Take the places of a worker's new role on its node, and give back those of its last change; returns whether
         they were free."""
         _leave_places(running)
         held = running.started.held or running.started.resources
         more = {name: count for name, count in started.resources.items() if name not in held}
-        if more and running.at is not None:
-            ranks = 1 + len(running.followers)
-            running.place = take_places(started.key, more, ranks, running.at.node_id, kept=self._detached)
+        if more and not running.placed:
+            return False
+        if more:
+            nodes = [node.node_id for node in running.nodes]
+            running.place = take_places(started.key, more, nodes, kept=self._detached)
             return places_taken(running.place)
         return True
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> dict[str, str]:
         """A Ray label selector that excludes the nodes of `avoid`, all but the one of `only`, and those that the plan
         has no share for; empty where there are none. Ray labels each node with its id."""
-        ids = [
+        allowed = self._allowed(plan, avoid, only)
+        ids = [node.node_id for node in self.nodes() if node.node_id not in allowed]
+        return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
+
+    def _allowed(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> set[str]:
+        """The nodes that the worker may be placed on, by Ray id."""
+        return {
             node.node_id
             for node in self.nodes()
-            if any(node.named(name) for name in avoid)
-            or (only and not node.named(only))
-            or (plan.by_node and node.node_id not in plan.by_node)
-        ]
-        return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
+            if not any(node.named(name) for name in avoid)
+            and (not only or node.named(only))
+            and (not plan.by_node or node.node_id in plan.by_node)
+        }
 
     def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], first: int = 0) -> Any:
         """Create the actor of one rank; its `run` is not called yet. `first`: the number of the placement group's place
@@ -377,7 +360,7 @@ class RayLauncher:
         """Have a rank begin that Ray has placed on a node which was not measured when its plan was made, as that node
         has joined since; whether `ref` was the `run` of one, and the node can be measured.
 
-        All ranks are on one node, and each says so; the first that is heard has the node measured.
+        Each rank on such a node says so; the first that is heard has the node measured.
         """
         for running in list(self._running.values()):
             if (ref == running.run or ref in running.followers) and self._unmeasured(running, ref):
@@ -386,7 +369,7 @@ class RayLauncher:
                 shares = self._shares(running.role)
                 if ref in running.followers:
                     follower = running.followers.pop(ref)
-                    again = follower.handle.run.remote(shares)
+                    again = follower.handle.run.remote(shares, follower.meets)
                     running.followers[again] = follower
                 else:
                     del self._running[ref]
@@ -397,7 +380,7 @@ class RayLauncher:
                 return True
         return False
 
-    def _unmeasured(self, running: _RunningWorker, ref: Any) -> bool:
+    def _unmeasured(self, running: RunningWorker, ref: Any) -> bool:
         """Whether a rank's `run` has ended because its node is not measured, and may be called again: once."""
         if self._shares is None or running.role is None or running.why or ref in running.again:
             return False
@@ -422,25 +405,23 @@ class RayLauncher:
 
     def _note_pid(self, ref: Any) -> None:
         for running in self._running.values():
-            processes: list[_RunningWorker | _FollowerActor] = [running, *running.followers.values()]
+            processes: list[RunningWorker | FollowerActor] = [running, *running.followers.values()]
             for process in processes:
                 if process.where == ref:
                     try:
-                        process.at = at = ActorPlacement(*ray.get(ref, timeout=GET_TIMEOUT_S))
+                        process.at = ActorPlacement(*ray.get(ref, timeout=GET_TIMEOUT_S))
                     except ray.exceptions.RayError as error:
                         # Its `run` ends with the same cause and is what gets reported.
                         log.info("%s has not told its pid: %s", running.started.name, error)
                         process.at = ActorPlacement()
                         continue
-                    if process is running:
-                        node = NodePlace(at.node_id, at.node)
-                        self._placed.append(PlacedProcess(*running.started.key, node))
+                    self._tell(running)
 
-    def _kill(self, running: _RunningWorker) -> None:
+    def _kill(self, running: RunningWorker) -> None:
         _end(running)
         self._dismiss(running)
 
-    def _dismiss(self, running: _RunningWorker) -> None:
+    def _dismiss(self, running: RunningWorker) -> None:
         """Kill the other ranks, which end by themselves unless they are stuck, and give the places of all ranks back;
         those of workers that share their experts when the last one ends. Idempotent."""
         running.dismissed = True
@@ -461,20 +442,20 @@ class RayLauncher:
         self._running.clear()
 
 
-def _end(process: _RunningWorker | _FollowerActor) -> None:
+def _end(process: RunningWorker | FollowerActor) -> None:
     # Ray asks the process to end, which a stopped or stuck process can't; so it is killed here if it is on this host.
     if process.at is not None and process.at.node == node_name():
         kill_process(process.at.pid, process.at.started)
     ray.kill(process.handle, no_restart=True)
 
 
-def _leave_places(running: _RunningWorker) -> None:
+def _leave_places(running: RunningWorker) -> None:
     if running.place is not None:
         remove_placement_group(running.place)
         running.place = None
 
 
-def _reason(running: _RunningWorker, ref: Any) -> str:
+def _reason(running: RunningWorker, ref: Any) -> str:
     """Why a worker's process ended, in words: from its exit file, else from `why`, Ray or the log, else "killed"."""
     started = running.started
     log_file = started.logs / f"{started.name}.log"

@@ -18,7 +18,6 @@ from twinpool.cluster.arena.local_agent import lends_host_memory
 from twinpool.cluster.assembly.node_shares import MemoryShort
 from twinpool.cluster.controller.node_room import Occupant
 from twinpool.cluster.serve.preflight import ServePlan, check_tiers, plan_again
-from twinpool.cluster.serve.room_reports import cluster_room
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.setting_effects import (
@@ -84,7 +83,7 @@ class SettingsChanger:
                 "this gives workers host memory, which no worker here has, so no agents that lend it were started "
                 "(cache.host_bytes, cluster.host_memory_share, cache.arena): start a new cluster with it"
             )
-        from twinpool.cluster.serve.memory_fit import max_bytes, shares_weights
+        from twinpool.cluster.serve.memory_fit import cluster_room, max_bytes, shares_weights
 
         if shares_weights(plan.config) and not self._arenas:
             raise ConfigError(

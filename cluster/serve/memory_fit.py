@@ -1,8 +1,11 @@
-"""Dividing a node's memory among the workers that are asked for, or refusing with sizes that would fit."""
+"""Dividing a node's memory among the workers that are asked for, or refusing with sizes that would fit; and what the
+nodes have for workers by that, as the supervisor tells the controller (`cluster.controller.node_room`): what `serve`
+would refuse is what is refused later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,14 +27,18 @@ from twinpool.cluster.assembly.node_shares import (
     MemoryShort,
     NodeFacts,
     NodeShare,
+    WorkerShare,
     copies_beside,
     deal,
     min_part,
 )
+from twinpool.cluster.controller.node_room import ANY_NUMBER, ClusterRoom, NodePlace, NodeRoom, RoleRoom
+from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cache_config import CacheOverride
 from twinpool.contracts.config.cluster_config import Config, section_of
-from twinpool.contracts.config.plane_choice import on_gpus
+from twinpool.contracts.config.plane_choice import NO_GPUS_OVER_HOSTS, on_gpus
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.engine.runner.kernel_choice import refused_state
@@ -43,6 +50,11 @@ WORKER_BYTES = 300 << 20
 CUDA_WORKER_BYTES = 2 << 30
 """Bytes of host memory that a process takes whose weights and pools lie on a GPU, CUDA's libraries among them. Not
 measured yet (docs/gpu.md)."""
+LOOK_S = 2.0
+"""Seconds between two looks at the memory that is free now."""
+NEWS_BYTES = 64 << 20
+"""Bytes by which free memory must have changed to be told again."""
+MIN_STARTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +66,8 @@ class MemoryDemand:
     context: int
     weights: int
     """Bytes of one worker's weights, which those of a node may share."""
-    workers: Mapping[Role, int]
-    """Number of workers of each role that the cluster has."""
+    workers: Mapping[Role, float]
+    """Number of workers of each role that the node is to have; of ranks on several nodes so many workers' worth."""
     free: int
     """Bytes of the node's memory that are free."""
     steps: Mapping[Role, StepMemory]
@@ -71,7 +83,8 @@ class MemoryDemand:
 
         Raises `ConfigError` for a pool smaller than a page.
         """
-        share, plans = (self.free - self._shared_weights) // max(1, sum(self.workers.values())), {}
+        share = int((self.free - self._shared_weights) // (sum(self.workers.values()) or 1))
+        plans = {}
         for role in self.workers:
             cache = self.config.cache_for(role)
             if 0 < cache.device_tokens < cache.page_tokens:
@@ -97,7 +110,7 @@ class MemoryDemand:
         each = {role: self._processes(role) for role in self.workers}
         if self.cards is None:
             each = {role: plans[role].nbytes + self._own_weights(role) + own for role, own in each.items()}
-        return sum(count * each[role] for role, count in self.workers.items()) + self._hosts + self._shared_weights
+        return int(sum(count * each[role] for role, count in self.workers.items())) + self._hosts + self._shared_weights
 
     def _own_weights(self, role: Role) -> int:
         """Bytes of weights that each worker on the node's processors has to itself."""
@@ -161,7 +174,7 @@ class MemoryDemand:
 
     @property
     def _hosts(self) -> int:
-        return sum(count * self._host(role) for role, count in self.workers.items())
+        return int(sum(count * self._host(role) for role, count in self.workers.items()))
 
     def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
         """One line for the operator: why the workers don't fit, and which settings would."""
@@ -172,10 +185,10 @@ class MemoryDemand:
             short = none if plans is None else self.cards.short(plans)
             return f"{short}: {self._advice()}; or engine.device=cpu"
         if plans is None:
-            said = f"{workers} workers need {self._weights_said}, and pools of at least a page"
+            said = f"{workers:g} workers need {self._weights_said}, and pools of at least a page"
         else:
             pools = " and ".join(_mib(plans[role].nbytes) for role in self.workers)
-            said = f"{workers} workers need about {_mib(self.need(plans))} ({self._weights_said}"
+            said = f"{workers:g} workers need about {_mib(self.need(plans))} ({self._weights_said}"
             said += f", pools of {pools}, {_mib(self._hosts)} of host tiers)"
         return f"{said}; {_mib(self.free)} are free: {self._advice()}"
 
@@ -230,16 +243,16 @@ def shares_weights(config: Config) -> bool:
     return config.engine.share_weights == "on" and not on_gpus(config)
 
 
-def named(workers: Mapping[Role, int]) -> list[tuple[WorkerName, Role]]:
+def named(workers: Mapping[Role, float]) -> list[tuple[WorkerName, Role]]:
     """The names of so many workers of each role."""
-    return [(WorkerName(f"{role}-{i}"), role) for role, count in workers.items() for i in range(count)]
+    return [(WorkerName(f"{role}-{i}"), role) for role, count in workers.items() for i in range(int(count))]
 
 
 def card_parts(
     facts: NodeFacts,
     config: Config,
     weights: int,
-    workers: Mapping[Role, int],
+    workers: Mapping[Role, float],
     steps: Mapping[Role, StepMemory],
     stages: Mapping[Role, LargestStage],
 ) -> tuple[Dealt, CardParts | None]:
@@ -270,8 +283,20 @@ def divide(
     """
     if not on_gpus(config):
         facts = replace(facts, cards=())  # Of several nodes only some have GPUs, so that none of them is used.
-    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.ranks_for(role)) for role in wanted}
-    processes = sum(workers[role] * config.ranks_for(role) for role in wanted)
+    if on_gpus(config) and any(config.over_hosts(role) for role in wanted):
+        raise MemoryShort(NO_GPUS_OVER_HOSTS)
+    workers: dict[Role, float] = {}
+    largest = {role: _largest_rank(spec, pool_set, config, role) for role in wanted if config.over_hosts(role)}
+    processes = 0
+    for role, count in wanted.items():
+        ranks = config.ranks_for(role)
+        here = min(count * ranks, facts.places.get(role, 0))
+        if config.over_hosts(role):
+            workers[role] = here / ranks
+        else:
+            here -= here % ranks
+            workers[role] = here // ranks
+        processes += here
     if on_gpus(config) and not facts.cards:
         raise MemoryShort(facts.no_cards or "engine.device=cuda, and it has no GPU that torch sees, or no Triton")
     for card in facts.cards:
@@ -283,21 +308,47 @@ def divide(
     stages = {role: largest_stage(spec, pool_set, config.engine, count) for role, count in counts.items()}
     dealt, cards = card_parts(facts, config, weights, workers, steps, stages)
     parts = {role: data_parallel_part(spec, config.engine, config.dp_for(role)) for role in workers}
-    demand = MemoryDemand(config, pool_set, spec.context, weights, workers, facts.free, steps, cards, parts)
+    worth = {role: count * largest.get(role, 1.0) for role, count in workers.items()}
+    demand = MemoryDemand(config, pool_set, spec.context, weights, worth, facts.free, steps, cards, parts)
     plans = demand.plans()
     if plans is None or not demand.fits(plans):
         raise MemoryShort(demand.refusal(plans))
     most = config.cluster.workers_per_core * facts.cores
     if most and processes > most and not facts.node_id:  # Of a Ray that is joined some stay away from this node.
         raise MemoryShort(
-            f"{sum(workers.values())} workers are {processes} processes, and {facts.cores} cores take {most} "
+            f"{sum(workers.values()):g} workers are {processes} processes, and {facts.cores} cores take {most} "
             f"(cluster.workers_per_core={config.cluster.workers_per_core})"
         )
     budget, host_bytes = demand.host_tiers(plans)
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
     on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
     beside = copies_beside(config, facts.cores, threads * processes)
-    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside, parts)
+    return NodeShare(
+        facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside, parts, largest
+    )
+
+
+def _largest_rank(spec: ModelSpec, pool_set: PoolSetSpec, config: Config, role: Role) -> float:
+    """How many times an equal part of a worker its largest rank has."""
+    stages = config.pp_for(role)
+    if stages == 1:
+        return 1.0
+    stage = largest_stage(spec, pool_set, config.engine, stages)
+    return stages * max(stage.weights, stage.pools)
+
+
+def common_sizes(shares: Mapping[str, NodeShare], role: Role) -> dict[str, WorkerShare]:
+    """The share of a worker of `role` on each node, by Ray id, where its ranks may be on several: all have the pools of
+    the node that has least for them."""
+    sizes = {node: share.sizes(role) for node, share in shares.items()}
+    able = [sizes[node] for node, share in shares.items() if share.workers[role]]
+    if not able:
+        return sizes
+    counts = {pool: min(one.counts[pool] for one in able) for pool in able[0].counts}
+    host_bytes, copies = min(one.host_bytes for one in able), all(one.copy_threads for one in able)
+    return {
+        node: replace(one, counts=counts, host_bytes=host_bytes, copy_threads=copies) for node, one in sizes.items()
+    }
 
 
 def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
@@ -307,7 +358,7 @@ def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
         return config.ranks_for(role) * CUDA_WORKER_BYTES + share.host_bytes[role]
     steps = config.ranks_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
     weights = 0 if shares_weights(config) else int(share.weights * share.parts.get(role, 1.0))
-    return share.plans[role].nbytes + weights + steps + share.host_bytes[role]
+    return int((share.plans[role].nbytes + weights + steps + share.host_bytes[role]) * share.largest.get(role, 1.0))
 
 
 def ways_of(config: Config, role: Role) -> tuple[int, int, int]:
@@ -319,6 +370,63 @@ def shared_weights(share: NodeShare, config: Config) -> int:
     """Bytes of weights that the workers of a node have once, for each layout of ranks."""
     ways = {ways_of(config, role) for role in share.workers}
     return share.weights * len(ways) if shares_weights(config) and not share.facts.cards else 0
+
+
+class RoomReports:
+    """Tells what has changed. Used from one thread."""
+
+    def __init__(self, plan: Callable[[], ServePlan], free: Callable[[], int], clock: Clock) -> None:
+        """`free`: bytes of this machine's memory that are free now; only asked where all workers run here."""
+        self._plan, self._free, self._clock = plan, free, clock
+        self._told: ServePlan | None = None
+        self._free_told = 0
+        self._look_at = clock.now()
+
+    def changed(self) -> ClusterRoom | None:
+        """What the nodes have, where that is news since the last call; else None."""
+        plan, now = self._plan(), self._clock.now()
+        if plan is self._told and now < self._look_at:
+            return None
+        self._look_at = now + LOOK_S
+        free = self._free() if "" in plan.shares else None
+        if plan is self._told and (free is None or abs(free - self._free_told) < NEWS_BYTES):
+            return None
+        self._told, self._free_told = plan, free or 0
+        return cluster_room(plan, free)
+
+
+def cluster_room(plan: ServePlan, free: int | None = None) -> ClusterRoom:
+    """What the nodes of `plan` have; `free`: bytes that are free on this machine now, None where that doesn't count."""
+    joined = plan.options.ray_address is not None
+    nodes = tuple(node_room(share, plan.config, free) for share in plan.shares.values())
+    return ClusterRoom(nodes, grows=joined and plan.config.cluster.wait_for_nodes)
+
+
+def node_room(share: NodeShare, config: Config, free: int | None = None) -> NodeRoom:
+    """What a node has for workers by its division."""
+    facts, cluster = share.facts, config.cluster
+    roles: dict[str, RoleRoom] = {
+        role: RoleRoom(
+            max_bytes(share, config, role),
+            config.ranks_for(role),
+            int(planned),
+            facts.places.get(role, 0) if facts.node_id else None,
+            config.dp_for(role),
+            config.over_hosts(role),
+        )
+        for role, planned in share.workers.items()
+    }
+    planned_bytes = int(sum(count * roles[role].nbytes for role, count in share.workers.items()))
+    return NodeRoom(
+        NodePlace(facts.node_id, facts.host),
+        # The plan was found to fit, with some bytes of indices and roundings that are not counted here.
+        max(facts.free - shared_weights(share, config), planned_bytes),
+        cluster.workers_per_core * facts.cores or ANY_NUMBER,
+        cluster.starts_at_once or max(MIN_STARTS, facts.cores // 2),
+        roles,
+        tuple(share.dealt) if share.dealt else None,
+        free,
+    )
 
 
 def _mib(size: int) -> str:

@@ -26,7 +26,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec,
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig, PoolsConfig, section_of, uneven
 from twinpool.contracts.config.load_config import load_config
-from twinpool.contracts.config.plane_choice import on_gpus, with_plane
+from twinpool.contracts.config.plane_choice import check_ranks_over_hosts, on_gpus, with_plane
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
@@ -489,6 +489,7 @@ def check_settings(config: Config, options: ServeOptions) -> None:
     if ":" in config.engine.device and options.ray_address is not None:
         raise ConfigError(f"engine.device={config.engine.device}: with --ray-address Ray deals GPUs out; use cuda")
     _check_pools(config.autoscaling, config.transfer.plane, options)
+    check_ranks_over_hosts(config, options.workers, joined=options.ray_address is not None)
     pages = {role: config.cache_for(role).page_tokens for role in options.workers}
     if len(set(pages.values())) > 1:
         raise ConfigError(

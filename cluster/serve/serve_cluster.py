@@ -33,7 +33,6 @@ from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
 from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_events
 from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan, adapters_of
-from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.router_services import SharedRouters
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.service import PartFailed, ServiceContext
@@ -315,6 +314,7 @@ class ServeCluster:
 
     def _start_workers(self, stack: ExitStack) -> None:
         from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
+        from twinpool.cluster.serve.memory_fit import RoomReports
 
         joined = self._prepared.options.ray_address is not None
         launcher = self._launcher = RayLauncher(
@@ -411,7 +411,12 @@ class ServeCluster:
         """The share of a worker of `role` on each node, by Ray id; nodes that have just joined are measured."""
         for reason in self._measure_nodes():
             self._terminal.line(reason)
-        return {node_id: share.sizes(role) for node_id, share in self._prepared.shares.items()}
+        shares = self._prepared.shares
+        if self._prepared.config.over_hosts(role):
+            from twinpool.cluster.serve.memory_fit import common_sizes
+
+            return common_sizes(shares, role)
+        return {node_id: share.sizes(role) for node_id, share in shares.items()}
 
     def _nodes_in_use(self) -> set[str]:
         """The nodes, by Ray id, on which processes of workers are."""

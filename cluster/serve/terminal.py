@@ -187,7 +187,7 @@ def node_table(prepared: ServePlan) -> object:
     for share in prepared.shares.values():
         given = any(share.host_bytes.values())
         budget = mib(share.host_budget) if share.host_budget else "set for each" if given else "none"
-        each = [f"{n} x {mib(share.host_bytes[role])}" if n else "-" for role, n in share.workers.items()]
+        each = [f"{n:g} x {mib(share.host_bytes[role])}" if n else "-" for role, n in share.workers.items()]
         facts = share.facts
         cards = [str(len(facts.cards)), mib(sum(card.free for card in facts.cards))] if on_cards else []
         table.add_row(facts.host, str(facts.cores), mib(facts.free), threads_of(share), *cards, budget, *each)

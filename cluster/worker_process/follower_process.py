@@ -20,7 +20,13 @@ from twinpool.cluster.assembly.build_worker import RankParts, build_rank
 from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.ranks import DataParallelRank, FollowerRank, follow
-from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, meet_sharers
+from twinpool.cluster.worker_process.worker_plan import (
+    WorkerPlan,
+    arenas_of,
+    images_of,
+    leader_place,
+    meet_sharers,
+)
 from twinpool.cluster.worker_process.worker_process import free_memory, freeze_modules
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
@@ -100,7 +106,7 @@ class FollowerLoop:
             for notice in self._parts.links.poll():
                 self._line.send(notice)
             if self._leader.dead:
-                return f"the leader (pid {self._leader.pid}) died"
+                return f"the leader {self._leader.death}"
 
     def _obey(self, order: Order) -> Any:
         match order:
@@ -120,7 +126,7 @@ class FollowerLoop:
             case BindArenas():
                 return rebind(self._parts.arena, order)
             case AwaitReady():
-                return True
+                return self._parts.weights
             case _:
                 raise AssertionError(f"{type(order).__name__} comes once, or not here")
 
@@ -140,6 +146,7 @@ def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = la
         config.engine,
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
+        over=leader_place(plan),
     )
     kept, dp = KeptModel(images_of(plan)), None
     try:

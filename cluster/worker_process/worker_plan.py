@@ -21,10 +21,12 @@ from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.models import path_on_this_node
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.contracts import cpu_levels
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, with_weights
+from twinpool.contracts.checkpoint.safetensors_headers import files_mark
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName, dp_rank
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.worker_status import WorkerStatus
@@ -33,6 +35,7 @@ from twinpool.contracts.sampling_params import WeightsVersion
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
     from twinpool.cluster.arena.shared_weights import SharedImages
+    from twinpool.cluster.rank_links import LeaderPlace, NodeOfRank, RankSocket
     from twinpool.cluster.ranks import DataParallelRank, RankGroup
 
 
@@ -65,6 +68,8 @@ class WorkerPlan:
     meeting: str = field(default="", repr=False)
     """The secret, in hex, by which the ranks of this incarnation find and authenticate each other; empty for one
     rank."""
+    leader_at: str = ""
+    """Where the leader of ranks on several hosts listens for the others; empty where all are on one."""
     sharing: str = field(default="", repr=False)
     """The same of the workers with which it shares its experts; empty where it has all."""
     together: str = ""
@@ -229,10 +234,37 @@ def images_of(plan: WorkerPlan) -> SharedImages:
     return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
 
 
-def meet_ranks(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
-    """Meet the plan's other ranks as their leader; `end` is called when one of them dies. Raises `PeerDead` when a rank
-    doesn't come."""
-    from twinpool.cluster.ranks import DeathWatch, lead
+def rank_node(plan: WorkerPlan) -> NodeOfRank:
+    """The node of a rank, and what the others must have as this one has it."""
+    from twinpool.cluster.rank_links import NodeOfRank
+
+    level = plan.config.engine.numerics_class
+    counts = ", ".join(f"{pool} {count}" for pool, count in sorted(plan.counts.items()))
+    sizes = f"{counts}; host tier {plan.config.cache_for(plan.role).host_bytes}"
+    return NodeOfRank(plan.host, node_name(), plan.node_id, cpu_levels.described(level), sizes)
+
+
+def rank_link_timeout_s(config: Config) -> float:
+    """Seconds of silence after which the link between ranks on several hosts is cut: so few that a worker without one
+    of them has ended when its lease would."""
+    return min(config.transfer.link_timeout_s, config.cluster.lease_s / 2)
+
+
+def leader_place(plan: WorkerPlan) -> LeaderPlace | None:
+    """Where a follower finds a leader that may be on another host; None where all ranks are on this one."""
+    from twinpool.cluster.rank_links import LeaderPlace
+
+    if not plan.leader_at:
+        return None
+    return LeaderPlace(plan.leader_at, rank_node(plan), rank_link_timeout_s(plan.config))
+
+
+def meet_ranks(plan: WorkerPlan, end: Callable[[str], None], place: RankSocket | None = None) -> RankGroup:
+    """Meet the plan's other ranks as their leader; `end` is called when one of them dies. `place`: where those of other
+    hosts come; None: all are on this one. Raises `PeerDead` when a rank doesn't come, and `ConfigError` for one on a
+    node that is unlike this one."""
+    from twinpool.cluster.rank_links import DeathWatch
+    from twinpool.cluster.ranks import lead
 
     cluster = plan.config.cluster
     group = lead(
@@ -242,6 +274,7 @@ def meet_ranks(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
         plan.rank_config.engine,
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
+        over=(place, rank_node(plan)) if place is not None else None,
     )
     DeathWatch(group.watch(), end).start()
     return group
@@ -251,7 +284,8 @@ def meet_sharers(plan: WorkerPlan, end: Callable[[str], None] | None = None) -> 
     """Meet the workers that this one shares its experts with: of these the ranks of this number. `end` is called when
     one of them dies; None: it isn't, as on a follower, whose worker ends by that of a leader. Raises `PeerDead` when
     one doesn't come."""
-    from twinpool.cluster.ranks import DeathWatch, meet_data_parallel
+    from twinpool.cluster.rank_links import DeathWatch
+    from twinpool.cluster.ranks import meet_data_parallel
 
     cluster, size = plan.config.cluster, plan.config.dp_for(plan.role)
     rank = meet_data_parallel(
@@ -266,6 +300,13 @@ def meet_sharers(plan: WorkerPlan, end: Callable[[str], None] | None = None) -> 
     if end is not None:
         DeathWatch(rank.watches, end).start()
     return rank
+
+
+def check_unchanged(spec: ModelSpec, before: tuple[tuple[int, int, int], ...]) -> None:
+    """Refuse files that were written while they were read: their digest is of other bytes than the model's. `before`:
+    `files_mark` of then; empty: it isn't looked at."""
+    if before and files_mark(spec.headers) != before:
+        raise CheckpointError(f"{spec.weights and spec.weights.path} was written to while it was read: write it first")
 
 
 def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:

@@ -39,6 +39,7 @@ from twinpool.cluster.worker_process.worker_plan import (
     WeightsPreparation,
     WorkerPlan,
     arenas_of,
+    check_unchanged,
     images_of,
     meet_ranks,
     meet_sharers,
@@ -52,20 +53,20 @@ from twinpool.contracts.checkpoint.safetensors_headers import files_mark
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.errors import CheckpointError, TwinpoolError
+from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.rank_orders import LeaveRole
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
-from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.contracts.messages.worker_status import RankNode, WorkerRecord
 from twinpool.contracts.sampling_params import WeightsVersion
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import HangFault, hang_at, via_proxy
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
+    from twinpool.cluster.rank_links import RankSocket
     from twinpool.cluster.ranks import DataParallelRank, RankGroup
-    from twinpool.contracts.checkpoint.model_spec import ModelSpec
     from twinpool.engine.runner.load_model import KeptModel
 
 log = logging.getLogger("twinpool.worker")
@@ -109,6 +110,14 @@ class PlannedWorkers:
         self._group: RankGroup | None = None
         self._dp: DataParallelRank | None = None
         self._arenas: ArenaClient | None = None
+        self.meeting: RankSocket | None = None
+        """Where the other ranks come that may be on other nodes; None: all are on this one."""
+
+    @property
+    def rank_nodes(self) -> tuple[RankNode, ...]:
+        """The nodes of the ranks from 1 on, where they may be on others than this one."""
+        others = self._group.others if self._group is not None else ()
+        return tuple(RankNode(one.name, one.node_id) for one in others)
 
     def build(self, plan: WorkerPlan) -> Worker:
         """Build the worker of a plan, with its other ranks if it has several; `release` has ended the one before.
@@ -126,7 +135,7 @@ class PlannedWorkers:
         spec = plan.read_spec()
         before = files_mark(spec.headers) if plan.weights is not None else ()
         if plan.config.ranks_for(plan.role) > 1 and self._group is None:
-            self._group = meet_ranks(plan, self._end)
+            self._group = meet_ranks(plan, self._end, self.meeting)
         if plan.config.dp_for(plan.role) > 1:
             self._dp = meet_sharers(plan, self._end)
         self._arenas = arenas_of(plan)
@@ -143,7 +152,7 @@ class PlannedWorkers:
             kept=self._kept,
             dp=self._dp,
         )
-        _check_unchanged(spec, before)
+        check_unchanged(spec, before)
         return worker
 
     def prepare(self, weights: WeightsVersion) -> str:
@@ -162,7 +171,7 @@ class PlannedWorkers:
         kept.prepare(model_for(spec, plan.config.engine))
         if self._dp is not None:  # The worker to come is another process, and reads them itself.
             kept.forget_prepared()
-        _check_unchanged(spec, before)
+        check_unchanged(spec, before)
         return spec.weights.digest if spec.weights is not None else ""
 
     def forget_prepared(self) -> None:
@@ -190,13 +199,6 @@ class PlannedWorkers:
         write_exit(plan, reason)
         logging.shutdown()
         os._exit(1)
-
-
-def _check_unchanged(spec: ModelSpec, before: tuple[tuple[int, int, int], ...]) -> None:
-    """Refuse files that were written while they were read: their digest is of other bytes than the model's. `before`:
-    `files_mark` of then; empty: it isn't looked at."""
-    if before and files_mark(spec.headers) != before:
-        raise CheckpointError(f"{spec.weights and spec.weights.path} was written to while it was read: write it first")
 
 
 def _import_packages() -> None:
@@ -321,11 +323,13 @@ class WorkerProcess:
         loop: AsyncioThread | None = None,
         release: Callable[[], None] | None = None,
         preparation: WeightsPreparation | None = None,
+        rank_nodes: Callable[[], tuple[RankNode, ...]] = tuple,
     ) -> None:
         """`loop`: serves the worker, and goes on after it; None: one of its own does. `release` frees what a closed
         worker has left elsewhere in this process; None: the process can't go on as another worker. `preparation`: of
-        the weights that it may go on with; None: it takes no others."""
-        self._plan = plan
+        the weights that it may go on with; None: it takes no others. `rank_nodes`: those of the other ranks, once it
+        is built."""
+        self._plan, self._rank_nodes = plan, rank_nodes
         self._build = build
         self._loop, self._release = loop, release
         self._preparation = preparation or WeightsPreparation()
@@ -423,6 +427,7 @@ class WorkerProcess:
             build=build_id(),
             stream_protocol=STREAM_PROTOCOL,
             weights=plan.weights,
+            rank_nodes=self._rank_nodes(),
         )
 
     def _take_orders(self, host: WorkerThread, grant: LeaseGrant) -> None:
@@ -473,7 +478,7 @@ def run_worker(
         while True:
             alone = plan.config.dp_for(plan.role) == 1  # Who shares experts starts with the others, in a new process.
             release = workers.release if alone else None
-            outcome = WorkerProcess(plan, workers.build, loop, release, preparation).run()
+            outcome = WorkerProcess(plan, workers.build, loop, release, preparation, lambda: workers.rank_nodes).run()
             code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
             write_exit(plan, outcome.reason)
             if not outcome.goes_on:

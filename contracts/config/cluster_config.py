@@ -136,6 +136,9 @@ class ClusterConfig:
     """The budget of a node's host tiers in bytes; 0: by `host_memory_share`."""
     host_pools: float = 4.0
     """No worker's part of the budget is larger than so many times its device pools."""
+    ranks_over_hosts: bool = False
+    """Whether the ranks of a worker (`prefill.tp`, `pp` and so on) may be on several nodes of a Ray that was joined: on
+    one node where it has places for all of them, else on several. On CPUs."""
     rank_timeout_s: float = 30.0
     """A worker is ended when one of its ranks was silent for so many seconds in mid-step. While they load the model,
     `start_timeout_s` counts."""
@@ -230,6 +233,10 @@ class Config:
     def ranks_for(self, role: Role) -> int:
         """All ranks of a worker of `role`, each a process."""
         return self.tp_for(role) * self.pp_for(role)
+
+    def over_hosts(self, role: Role) -> bool:
+        """Whether the ranks of a worker of `role` may be on several nodes."""
+        return self.cluster.ranks_over_hosts and self.ranks_for(role) > 1
 
     def _section(self, role: Role) -> PrefillConfig | DecodeConfig | ColocateConfig:
         match role:

@@ -1,4 +1,4 @@
-"""The choice of data plane for ``transfer.plane=auto``, and which planes reach pools on GPUs.
+"""The choice of data plane for ``transfer.plane=auto``, which planes reach pools on GPUs, and what goes between hosts.
 
 One plane is chosen for the whole cluster, before its workers start:
 
@@ -15,10 +15,11 @@ several hosts, as it may grow.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.cluster_config import Config, section_of
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 DEVICE_PLANES = ("cuda_ipc", "staged", "nixl", "local")
 """Planes that reach a GPU's memory; all but the first reach host memory, too. `nixl` does where its UCX has CUDA: each
@@ -41,6 +42,35 @@ def check_hosts(config: Config, hosts: Collection[str]) -> None:
             f"transfer.plane={plane} reaches one host, and workers would be on {', '.join(sorted(hosts))}: use "
             f"transfer.plane={other} or auto"
         )
+
+
+RANKS_OVER_HOSTS = "cluster.ranks_over_hosts"
+NO_GPUS_OVER_HOSTS = (
+    f"{RANKS_OVER_HOSTS} is for CPUs so far: NCCL between hosts authenticates nobody and was not run; leave it out, or "
+    "set engine.device=cpu"
+)
+
+
+def check_ranks_over_hosts(config: Config, roles: Iterable[Role], *, joined: bool) -> None:
+    """Check what doesn't go with ranks of a worker on several nodes. `joined`: whether a Ray is joined, which may have
+    several. Raises `ConfigError`."""
+    spread = [role for role in roles if config.over_hosts(role)]
+    if not spread:
+        return
+    if not joined:
+        raise ConfigError(
+            f"{RANKS_OVER_HOSTS} is for a Ray of several machines: join it with --ray-address, or leave it out"
+        )
+    for role in spread:
+        if config.dp_for(role) > 1:
+            raise ConfigError(
+                f"{RANKS_OVER_HOSTS} and {section_of(role)}.dp={config.dp_for(role)}: workers that share their experts "
+                "are on one node; leave one of them out"
+            )
+    if config.engine.share_weights == "on":
+        raise ConfigError(f"{RANKS_OVER_HOSTS} doesn't go with engine.share_weights=on yet: leave one of them out")
+    if on_gpus(config):
+        raise ConfigError(f"engine.device={config.engine.device}: {NO_GPUS_OVER_HOSTS}")
 
 
 def on_gpus(config: Config) -> bool:

@@ -145,6 +145,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cluster.wait_for_nodes": _LIVE,
     "cluster.nonfinite_rows": _ALL,
     "cluster.nonfinite_window_s": _ALL,
+    "cluster.ranks_over_hosts": _RANKS,
     "cluster.rank_timeout_s": _ALL,
     "cluster.host_memory_share": _ALL,
     "cluster.host_memory_bytes": _ALL,

@@ -272,7 +272,8 @@ class PutPages:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """The first order: meet the other ranks through the store in file `store`, and watch the leader's process.
+    """The first order: meet the other ranks through the store in file `store`, and watch the leader's process; or, of a
+    worker on several hosts, connect to the `endpoints` of all ranks, and watch the connection to the leader's.
 
     `pid`, `started` (start ticks) and `namespace` name that process.
     """
@@ -281,11 +282,13 @@ class FormGroup:
     pid: int
     started: int
     namespace: str
+    endpoints: tuple[str, ...] = ()
+    """Where each rank takes what the others send within a step; none where all are on one host."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitReady:
-    """Answer when this rank has loaded everything."""
+    """Answer, with the digest of the weights, when this rank has loaded everything."""
 
 
 @dataclass(frozen=True, slots=True)

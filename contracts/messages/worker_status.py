@@ -20,6 +20,15 @@ GPU_UTILIZATION = "gpu_utilization"
 """Gauge among the counters: the share of the driver's last sampling period in which its GPU computed, 0 to 1."""
 
 
+class RankNode(Message, frozen=True):
+    """The node of a rank of a worker whose ranks may be on several."""
+
+    node: str
+    """Its host name."""
+    node_id: str
+    """Its Ray node id."""
+
+
 class WorkerRecord(Message, frozen=True):
     """A worker as it registered with the controller."""
 
@@ -47,6 +56,13 @@ class WorkerRecord(Message, frozen=True):
     """Version of its messages with routers (`contracts.messages.stream_frames`); 0: of builds that don't say."""
     weights: WeightsVersion | None = None
     """The weights that it has in place of the checkpoint's; None: the checkpoint's."""
+    rank_nodes: Annotated[tuple[RankNode, ...], SOME] = ()
+    """The nodes of its ranks from 1 on, where they may be on others than `node`."""
+
+    @property
+    def nodes(self) -> tuple[tuple[str, str], ...]:
+        """Host name and Ray node id of each node that it has a process on; its own is the first."""
+        return tuple(dict.fromkeys([(self.node, self.node_id), *((one.node, one.node_id) for one in self.rank_nodes)]))
 
     @property
     def weights_number(self) -> int:

@@ -54,6 +54,14 @@ class TensorParallelGroup(Protocol):
         """Return what rank `sender` sends next, of the shape and dtype of `like`, whose memory it may take."""
 
 
+def ordered_sum(parts: Tensor | Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of all ranks' parts, in the order of the ranks: added in float32, and rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
 class ExpertRanks(Protocol):
     """The workers that share their experts, as one of them sees them. Each must call the same methods in the same
     order."""
@@ -140,10 +148,7 @@ class TorchDistributedGroup:
             from twinpool.engine.gpu.gpu_kernels import add_ranks
 
             return add_ranks(parts)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
+        return ordered_sum(parts, x.dtype)
 
     def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
         return list(self._gathered(x, self._start if loading else None))

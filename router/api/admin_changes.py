@@ -293,8 +293,8 @@ def known_workers(service: RouterService) -> str:
 
 
 def _is_node(entry: WorkerEntry, name: str) -> bool:
-    record = entry.record
-    return record.node == name or (len(name) >= NODE_ID_CHARS and record.node_id.startswith(name))
+    of_ray = len(name) >= NODE_ID_CHARS
+    return any(node == name or (of_ray and node_id.startswith(name)) for node, node_id in entry.record.nodes)
 
 
 def conflict(message: str) -> ApiError:

@@ -216,6 +216,7 @@ def node_of(view: WorkerView) -> dict[str, Any]:
     return {
         "node": record.node,
         "node_id": record.node_id,
+        "rank_nodes": [[one.node, one.node_id] for one in record.rank_nodes],
         "cordoned": view.cordoned,
         "settings": record.settings,
         "build": record.build,

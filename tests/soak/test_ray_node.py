@@ -23,7 +23,7 @@ from tests.support.served_cluster import Answer, complete, environment, serving,
 NODES = """
 import json, os, sys
 from ray.cluster_utils import Cluster
-places = {"twinpool_prefill": 1, "twinpool_decode": 1}
+places = {"twinpool_prefill": 1, "twinpool_decode": int(sys.argv[1])}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": places, "include_dashboard": False})
 print(json.dumps({"address": cluster.address}), flush=True)
 sys.stdin.readline()
@@ -37,10 +37,11 @@ sys.stdin.readline()
 
 
 @contextmanager
-def nodes(runtime: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Ray on this machine: a head, a node with room for one decode worker, and on demand another one."""
+def nodes(runtime: Path, on_head: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """A Ray on this machine: a head with so many places for decode, a node with one, and on demand another one."""
+    env = environment(runtime) | {"RAY_AUTH_MODE": "disabled"}
     process = subprocess.Popen(
-        [sys.executable, "-c", NODES], env=environment(runtime) | {"RAY_AUTH_MODE": "disabled"}, text=True,
+        [sys.executable, "-c", NODES, str(on_head)], env=env, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
@@ -106,6 +107,67 @@ def test_a_node_that_dies_costs_no_answer_and_its_workers_come_back_elsewhere(tm
             more_nodes(ray)
             until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back on another node", 250)
             assert cluster.status()[victim]["incarnation"] > before[victim]["incarnation"]
+            cluster.settle()
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_are_on_one_node_where_it_has_places_else_on_two_and_a_node_that_dies_is_the_worker_lost(
+    tmp_path: Path,
+) -> None:
+    """Of two decode workers of two stages one is on the head, the other on both nodes: rank 1 dies with its node."""
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=53)
+    oracle, rng = Oracle(folder), random.Random(6)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(20, 300))] for _ in range(16)]
+    sections = {
+        "cache": {"device_tokens": 8192},
+        "cluster": {"lease_s": 6, "start_timeout_s": 200, "ranks_over_hosts": "true"},
+        "decode": {"pp": 2},
+    }
+    with nodes(tmp_path, on_head=3) as ray:
+        address = str(said(ray)["address"])
+        more_nodes(ray)
+        second = said(ray)
+        raylet = psutil.Process(int(str(second["raylet"])))
+        flags = ("--prefill", "1", "--decode", "2", "--ray-address", address, "--set", "transfer.plane=zmq")
+        with serving(folder, tmp_path / "run", *flags, sections=sections, ready_within=400, orderly=False) as cluster:
+
+            def spread() -> list[str]:
+                rows = cluster.status().items()
+                return [name for name, row in rows if len({row["node_id"], *(n for _, n in row["rank_nodes"])}) == 2]
+
+            until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "all workers", 250)
+            (victim,) = spread()
+            assert [node for _, node in cluster.status()[victim]["rank_nodes"]] == [second["node"]]
+            before = cluster.status()[victim]["incarnation"]
+            (other,) = {"decode-0", "decode-1"} - {victim}
+
+            async def under_load() -> list[Answer]:
+                async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+                    tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=120))) for p in prompts]
+                    while True:
+                        rows = (await client.get("/cluster/status")).json()["workers"]
+                        if any(w["running"] for w in rows if w["name"] == victim):
+                            break
+                        await asyncio.sleep(0.02)
+                    for process in [raylet, *raylet.children(recursive=True)]:
+                        process.kill()
+                    return list(await asyncio.gather(*tasks))
+
+            answers = asyncio.run(under_load())
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert compare(oracle, prompt, answer.tokens).equal
+            assert any(a.twinpool["attempts"] > 1 for a in answers), "the victim ran none of them"
+            assert cluster.status()[other]["incarnation"] == 1
+            more_nodes(ray)
+            until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back", 250)
+            assert cluster.status()[victim]["incarnation"] > before
+            assert spread() == [victim]
+            third = cluster.status()[victim]["rank_nodes"][0][1]
+            done = cluster.twinpool("drain", third, timeout=120)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert cluster.status()[victim]["state"] == "left", "its rank 1 is on the node that was drained"
             cluster.settle()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from tests.support.fork_server import forked_processes
+from twinpool.cluster.rank_links import RankSocket
 from twinpool.cluster.ranks import RankGroup, lead
 from twinpool.cluster.worker_process.follower_process import serve_rank
-from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, rank_link_timeout_s, rank_node
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
@@ -95,9 +96,15 @@ def rank_processes() -> Iterator[RankProcesses]:
 
 @contextmanager
 def group_of(
-    processes: RankProcesses, folder: Path, role: Role, config: Config, counts: Mapping[str, int]
+    processes: RankProcesses,
+    folder: Path,
+    role: Role,
+    config: Config,
+    counts: Mapping[str, int],
+    hosts: Sequence[str] = (),
 ) -> Iterator[RankGroup | None]:
-    """The other ranks of a worker that is built here; None where it has one."""
+    """The other ranks of a worker that is built here; None where it has one. `hosts`: an address for each rank, by
+    which they meet as over a network."""
     size = config.ranks_for(role)
     if size == 1:
         yield None
@@ -107,11 +114,16 @@ def group_of(
         meeting=secrets.token_hex(32),
     )  # fmt: skip
     taken = processes.take(size - 1)
+    place = RankSocket(plan.meeting, hosts[0], rank_link_timeout_s(config)) if hosts else None
     for rank, warm in enumerate(taken, 1):
-        warm.pipe.send(replace(plan, rank=rank))
+        there = replace(plan, host=hosts[rank], leader_at=place.endpoint) if place is not None else plan
+        warm.pipe.send(replace(there, rank=rank))
     with ExitStack() as stack:
         for warm in taken:
             stack.callback(processes.give, warm)
-        group = lead(plan.meeting, size, SystemClock(), plan.rank_config.engine, deadline_s=60.0, start_s=START_S)
+        over = (place, rank_node(replace(plan, host=hosts[0]))) if place is not None else None
+        group = lead(
+            plan.meeting, size, SystemClock(), plan.rank_config.engine, deadline_s=60.0, start_s=START_S, over=over
+        )
         stack.callback(group.close)
         yield group

@@ -267,17 +267,19 @@ def pair(
     ranks: RankProcesses | None = None,
     arenas: Mapping[Role, ArenaProvider] | None = None,
     sharers: Mapping[Role, DataParallelRank | None] | None = None,
+    rank_hosts: Sequence[str] = (),
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
     """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks. `sharers`: by
-    role, a worker's place among those that it shares its experts with; None: these are idle."""
+    role, a worker's place among those that it shares its experts with; None: these are idle. `rank_hosts`: an address
+    for each rank of a worker, by which they meet as over a network."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
     # Here is nobody who could take what decode offers of its tree when it leaves.
     sections["decode"] = {"prefix_offer_bytes": 0, **sections.get("decode", {})}
     config = config_from_dict(sections)
     with ExitStack() as stack:
-        groups = _crews(stack, ranks, folder, config, tokens)
+        groups = _crews(stack, ranks, folder, config, tokens, rank_hosts)
         sharers = sharers or {role: stack.enter_context(_idle_sharers(folder, role, config)) for role in PAIR}
         both = Pair(folder, config, tokens, clock or UnhurriedClock(), devices, groups, arenas, sharers=sharers)
         try:
@@ -303,6 +305,7 @@ def _crews(
     folder: Path,
     config: Config,
     tokens: int | Mapping[Role, int],
+    hosts: Sequence[str] = (),
 ) -> dict[Role, RankGroup | None]:
     """The other ranks of each worker, where it has several."""
     if not any(config.ranks_for(role) > 1 for role in PAIR):
@@ -314,5 +317,5 @@ def _crews(
     for role in PAIR:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
         counts = counts_for(folder, config, role, size)
-        groups[role] = stack.enter_context(group_of(processes, folder, role, config, counts))
+        groups[role] = stack.enter_context(group_of(processes, folder, role, config, counts, hosts))
     return groups

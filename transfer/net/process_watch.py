@@ -76,6 +76,11 @@ class PidfdWatch:
     def dead(self) -> bool:
         return readable(self.fd)
 
+    @property
+    def death(self) -> str:
+        """What has happened when it is dead, in words."""
+        return f"(pid {self.pid}) died"
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)

@@ -73,6 +73,12 @@ class DisconnectWatch:
         """`up` as of the last call of `cut` or `up`: nothing new is looked at."""
         return self._up
 
+    @property
+    def monitor(self) -> zmq.Socket[bytes]:
+        """Readable when there may be news."""
+        found: zmq.Socket[bytes] = self._monitor
+        return found
+
     def _look(self) -> None:
         while True:
             try:

@@ -45,11 +45,11 @@ def node(name: str, cores: int, free: int, prefill: int, decode: int) -> NodeFac
 
 def taken(share: NodeShare) -> int:
     """Bytes that all workers take that a node is planned for, counted from what each of them gets."""
-    total = 0
+    total = 0.0
     for role, count in share.workers.items():
         plan: MemoryPlan = share.plans[role]
         total += count * (sum(pool.nbytes for pool in plan.pools) + share.weights + OTHER + share.host_bytes[role])
-    return total
+    return int(total)
 
 
 def test_threads_and_memory_are_worked_out_from_the_node_a_worker_is_on() -> None:

@@ -306,6 +306,7 @@ def test_a_row_is_the_same_after_the_ledger_but_for_what_heartbeats_say() -> Non
         record(A, Role.PREFILL, 7), None, 0.0, None, 0.0, NodePlace("abc", "host"), "only-here", (), True, True,
         Role.DECODE, "it fell",
     )  # fmt: skip
+    row.others = (NodePlace("def", "other"),)
     back = from_ledger(A, to_ledger(row), CONFIG)
     kept = {f.name for f in dataclasses.fields(WantedWorker)} - {"restarts", "status", "deadline", "ready_since"}
     kept -= {

@@ -8,8 +8,8 @@ import pytest
 
 from twinpool.cluster.controller.node_room import NodeRoom, Occupant
 from twinpool.cluster.serve import preflight
+from twinpool.cluster.serve.memory_fit import LOOK_S, NEWS_BYTES, RoomReports, cluster_room, node_room
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from twinpool.cluster.serve.room_reports import LOOK_S, NEWS_BYTES, RoomReports, cluster_room, node_room
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import PAIR, Role, WorkerName

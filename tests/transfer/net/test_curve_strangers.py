@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from twinpool.cluster.ranks import JOIN, FollowerChannel, LeaderChannel, meeting_point
+from twinpool.cluster.rank_links import JOIN, meeting_point
+from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import PeerDead
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
