@@ -326,7 +326,11 @@ class Drafting:
         if max(request.draft_rates[0] for request in running) <= position_s * without:
             return found
         chances = sorted(
-            ((chance, at) for request in running for at, chance in enumerate(_chances(request.draft_rates))),
+            (
+                (chance, at)
+                for request in running
+                for at, chance in enumerate(_chances(request.draft_rates[: max(0, self._reach(request))]))
+            ),
             reverse=True,
         )
         best = without
@@ -362,11 +366,8 @@ class Drafting:
         self._took(verdict, tried=any(id(request) in verdict.tried for request in batch))
         wanted: list[WantedDraft] = []
         for request in batch:
-            # The last token of the longest answer is computed by no step.
             pays = verdict.most(request)
-            most = min(budget, self._config.drafts, pays, request.positions - request.planned - 1)
-            if self._pages.manager.running.stateful:
-                most = min(most, undoable_positions(request.planned))
+            most = min(budget, self._config.drafts, pays, self._reach(request))
             request.undrafted += not pays
             if request.under_way or most <= 0:
                 continue
@@ -384,6 +385,12 @@ class Drafting:
             budget -= most
         for (request, most), draft in zip(wanted, self._proposed(wanted) if wanted else (), strict=True):
             request.drafts = self._fitting(request, tuple(draft[:most]))
+
+    def _reach(self, request: DecodeRequest) -> int:
+        """How many drafts the next step of a request has room for, by its length and by what can be undone; it may be
+        negative. The last token of the longest answer is computed by no step."""
+        most = request.positions - request.planned - 1
+        return min(most, undoable_positions(request.planned)) if self._pages.manager.running.stateful else most
 
     def _took(self, verdict: StepVerdict, *, tried: bool) -> None:
         """Count a step by its verdict; `tried`: whether it has one of those that have a draft even where none pays."""

@@ -393,6 +393,22 @@ def test_in_large_steps_a_request_has_as_many_drafts_as_pay(by_position: float, 
     assert [len(request.drafts) for request in requests] == drafted
 
 
+@pytest.mark.parametrize(("kind", "prompt", "reach"), [("full", 13, 4), ("full+state", 13, 1), ("full+state", 14, 0)])
+def test_what_drafts_are_expected_to_gain_ends_where_a_request_has_room_for_no_more(
+    kind: str, prompt: int, reach: int
+) -> None:
+    parts, _ = drafting(kind=kind)
+    (request,) = parts.run("a", prompt=prompt, most=MANY)
+    assert request.planned == prompt
+    timed(parts, 0.004, 0.0001)
+    request.draft_rates = [0.9] * 4
+    verdict = parts.drafting.verdict([request])
+    tokens = 1.0 + sum(0.9**place for place in range(1, reach + 1))
+    assert verdict is not None
+    assert verdict.depth == reach
+    assert verdict.gain == pytest.approx(tokens / (0.0041 + 0.0001 * reach) * 0.0041)
+
+
 def test_one_request_alone_has_no_drafts_where_they_lose() -> None:
     parts, drafter = drafting((0,))
     (request,) = parts.run("a", most=MANY)
