@@ -44,6 +44,7 @@ BENCHES = {
         lambda n: f"--threads 1 --repeats {3 * n}",
     ),
     "formats": Bench("How fast are weights of each format, beside other engines?", "bench.engine.formats"),
+    "drafts": Bench("What do drafts gain, where what makes them is trained for its model?", "bench.serving.draft_gain"),
     "copies": Bench("How fast are copies between tiers?", "bench.cache.copy_speed", lambda n: f"--rounds {3 * n}"),
     "handover": Bench("How fast are the data planes?", "bench.serving.handover_speed", lambda n: f"--rounds {3 * n}"),
     "cache": Bench(

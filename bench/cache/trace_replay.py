@@ -7,7 +7,7 @@ A trace has a line a request: `input_length`, and `hash_ids`, one for each 512 t
 equal tokens. Each request goes through a KV cache manager as in a worker (prefetch, allocate, load, seal, share,
 release), one at a time; nothing is computed, and a page's state is eight bytes. First the device alone by size and
 eviction policy, beside a plain LRU of pages and the unlimited bound, both found without a tree
-(`bench/cache/trace_bounds.py`). Then the tiers: a device of the smallest size, a host of each size, and with
+(`tests/support/plain_trace_cache.py`). Then the tiers: a device of the smallest size, a host of each size, and with
 `--storage` storage behind it.
 """
 
@@ -27,8 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common.bench_report import flag_parser, headline, write_report
+from tests.support.plain_trace_cache import Ask, Trace, load, plain_lru, unlimited
 from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager

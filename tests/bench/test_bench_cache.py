@@ -11,9 +11,9 @@ import pytest
 from bench.cache import trace_replay as trace_cache
 from bench.cache import tree_speed as cache
 from bench.cache.plain_trie import Trie
-from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.cache.trace_replay import Sizes, replay
 from bench.cache.tree_workload import PAGE_TOKENS, Clients, TreeSide, fill
+from tests.support.plain_trace_cache import Ask, Trace, load, plain_lru, unlimited
 from twinpool.cache.prefix_cache.tree_node import TokenPrefix
 
 SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"

@@ -145,7 +145,7 @@ class PlainEagle3:
         self._config = json.loads((head / "config.json").read_text())
         self._parts = {name: tensor.float() for name, tensor in load_file(head / "model.safetensors").items()}
         layers = self.model.config.num_hidden_layers
-        self._taps = [2, layers // 2, layers - 3]
+        self._taps = self._config.get("eagle_aux_hidden_state_layer_ids", [2, layers // 2, layers - 3])
 
     @torch.inference_mode()
     def proposals(self, tokens: Sequence[int], count: int, among: Sequence[int] = ()) -> list[int]:
@@ -160,7 +160,8 @@ class PlainEagle3:
             outputs_th = self._run(told, features_th)
             features_th = torch.cat((features_th, outputs_th[-1:]))
             logits_v = self._norm("norm", outputs_th[-1]) @ self._parts["lm_head.weight"].T
-            tokens_v = (torch.arange(len(logits_v)) + self._parts["d2t"].long()).tolist()
+            distances = self._parts.get("d2t", torch.zeros(len(logits_v)))
+            tokens_v = (torch.arange(len(logits_v)) + distances.long()).tolist()
             rated = dict(zip(tokens_v, logits_v.tolist(), strict=True))
             # Of tokens that the head doesn't know, and of equal ones, the first.
             found.append(max(among or rated, key=lambda token: (rated.get(token, -math.inf), -token)))
