@@ -141,6 +141,7 @@ class LocalPrompts(TransferQueue):
         self._scheduler = PrefillScheduler(
             self.admitted, self.prompt_pages, lambda prompt: True, config.prefill, clock, self.cost
         )
+        self.rest = self._scheduler.rest
         self._handed_over = self._preempted = 0
 
     @property
@@ -160,9 +161,10 @@ class LocalPrompts(TransferQueue):
 
     @property
     def next_deadline(self) -> float | None:
-        """When a read from storage ends at the latest that a prompt waits for, or a prompt must be begun, in seconds of
-        the clock."""
-        return self.prompt_pages.next_due(self._all())
+        """When a read from storage ends at the latest that a prompt waits for, a prompt must be begun, or background
+        ones have rested, in seconds of the clock."""
+        due = self.prompt_pages.next_due(self._all()), self.rest.ends(self.admitted)
+        return min((at for at in due if at is not None), default=None)
 
     # ------------------------------------------------------------ what decode asks for
 

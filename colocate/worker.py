@@ -96,7 +96,7 @@ class ColocatedWorker(DecodeWorker):
     def wait(self, timeout_s: float) -> None:
         if self._auditor and not self._busy:
             return
-        if not (self._local.admitted or self._chunks or self._chunks.committed):
+        if not (self._local.rest.computable(self._local.admitted) or self._chunks or self._chunks.committed):
             super().wait(timeout_s)
 
     @property
@@ -118,7 +118,7 @@ class ColocatedWorker(DecodeWorker):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._local.admitted or self._chunks) or super().runnable
+        return self._local.rest.computable(self._local.admitted) or bool(self._chunks) or super().runnable
 
     def status(self) -> WorkerStatus:
         left = self._local.tokens_left

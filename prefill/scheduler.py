@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -120,6 +120,32 @@ class ScheduledChunk:
     row: BatchRow
 
 
+class BackgroundRest:
+    """The rest of background prompts after steps with others (`prefill.background_rest_s`)."""
+
+    def __init__(self, config: PrefillConfig, clock: Clock) -> None:
+        self._config, self._clock = config, clock
+        self._until = -math.inf
+
+    def begin(self) -> None:
+        """They rest from now on, or longer."""
+        self._until = self._clock.now() + self._config.background_rest_s
+
+    @property
+    def now(self) -> bool:
+        return not self._config.background_tokens and self._clock.now() < self._until
+
+    def ends(self, requests: Iterable[PrefillRequest]) -> float | None:
+        """When one of these that rests goes on, in seconds of the clock; None while none does."""
+        resting = self.now and any(r.submit.background for r in requests if r.phase is PrefillPhase.RUNNING)
+        return self._until if resting else None
+
+    def computable(self, requests: Iterable[PrefillRequest]) -> bool:
+        """Whether one of these that runs may be in a step now."""
+        running = (r for r in requests if r.phase is PrefillPhase.RUNNING)
+        return any(not (r.submit.background and self.now) for r in running)
+
+
 class PrefillScheduler:
     """The admission and the batches of one prefill worker; see the module's prose. `granted` says whether decode has
     granted pages to a request."""
@@ -138,12 +164,14 @@ class PrefillScheduler:
         self._config, self._clock, self._cost = config, clock, cost
         self._shares = FairShares(config.tenant_credit_tokens)
         self._returns = TenantReturns(config.tenant_return_s)
+        self.rest = BackgroundRest(config, clock)
         self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0, "steps_kept_short": 0.0}
 
     @property
     def next_deadline(self) -> float | None:
         """When there is something to do for a request that isn't computed yet, in seconds of the clock."""
-        return self._pages.next_due(self._requests)
+        due = self._pages.next_due(self._requests), self.rest.ends(self._requests)
+        return min((at for at in due if at is not None), default=None)
 
     # ------------------------------------------------------------ admission
 
@@ -315,12 +343,17 @@ class PrefillScheduler:
         planned is launched, and charged. While another tenant is expected the step has less (`_kept_short`).
 
         Where a step has others in it, background prompts have `prefill.background_tokens` of what these leave.
-        `beside`: it has rows of others. By themselves they have short steps: whoever comes waits for the one under way.
+        `beside`: it has rows of others. After others they rest (`prefill.background_rest_s`): the answers that others'
+        prompts go on in often share their processor. By themselves they have short steps: whoever comes waits for the
+        one under way.
         """
         able = launchable(self._requests)
         self._follow()
         whole = left = self._kept_short(able, self._config.chunk_tokens if budget is None else budget)
-        beside = beside or any(not request.submit.background for request in able)
+        if beside or any(not request.submit.background for request in able):
+            self.rest.begin()
+            beside = True
+        beside = beside or self.rest.now
         for background, those in groupby(able, key=lambda r: r.submit.background):
             if background and beside:
                 left = min(left, self._config.background_tokens)

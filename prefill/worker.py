@@ -123,7 +123,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._steps) or any(r.phase is PrefillPhase.RUNNING for r in self._request_table)
+        return bool(self._steps) or self._scheduler.rest.computable(self._request_table)
 
     def status(self) -> WorkerStatus:
         running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)

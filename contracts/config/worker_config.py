@@ -115,6 +115,10 @@ class PrefillConfig:
     """Tokens of background prompts (of batches, or of a priority of -1000000 or less) that a step has beside others'.
     0: none: they are computed while no other prompt is to be computed here, so that others' first tokens don't wait
     for theirs."""
+    background_rest_s: float = 0.5
+    """For so long after a step with another's prompt, or another's row beside it on a colocated worker, no background
+    prompt is computed, where `background_tokens` is 0: others' answers, which prefill doesn't see, often share its
+    processor. 0: at once."""
     tenant_credit_tokens: int = 1024
     """When a tenant comes back that had nothing to compute, so many of its tokens at most come before all others', as
     if it had saved them up. In the long run each gets its share, whatever this is; 0: nothing is saved up."""

@@ -297,9 +297,10 @@ class SimChannel:
         return self._arrived.popleft() if self._arrived else None
 
     def reset(self) -> None:
-        """Handle a reset of the way there: messages in flight back are lost as well."""
+        """Handle a reset of the way there: messages in flight are lost, both ways."""
         if self._pipes is not None and not self._closed:
-            self._pipes[1].lose()
+            for pipe in self._pipes:
+                pipe.lose()
             self._cut, self._down = True, True
             self._wake()
 

@@ -154,7 +154,7 @@ def test_a_prompt_whose_last_step_is_under_way_yields_its_place_to_nobody() -> N
 
 
 def test_background_prompts_are_computed_only_in_steps_without_others() -> None:
-    parts = PrefillParts(chunk_tokens=16)
+    parts = PrefillParts(chunk_tokens=16, background_rest_s=0)
     batch, live = parts.ask("batch", 40, BACKGROUND), parts.ask("live", 20, BACKGROUND + 1)
     admitted(parts)
     assert parts.step() == {"live": list(range(16))}
@@ -163,6 +163,47 @@ def test_background_prompts_are_computed_only_in_steps_without_others() -> None:
     assert parts.step() == {"batch": list(range(16))}
     parts.leave(batch)
     parts.leave(live)
+
+
+@pytest.mark.parametrize("last", ["prompt", "row"])
+def test_background_prompts_rest_for_a_while_after_others_and_then_go_on_by_themselves(last: str) -> None:
+    parts = PrefillParts(chunk_tokens=16, background_rest_s=0.5)
+    scheduler, clock = parts.scheduler, parts.clock
+    parts.ask("batch", 40, BACKGROUND)
+    admitted(parts)
+    assert (len(parts.step()["batch"]), scheduler.rest.ends(parts.requests)) == (16, None), "nobody else was here"
+    if last == "prompt":
+        parts.ask("live", 8)
+        admitted(parts)
+        assert parts.step() == {"live": list(range(8))}
+    else:
+        assert scheduler.next_batch(beside=True) == []
+    ends = clock.now() + 0.5
+    clock.advance(0.499)
+    assert parts.step() == {}
+    assert (
+        scheduler.next_deadline,
+        scheduler.rest.ends(parts.requests),
+        scheduler.rest.computable(parts.requests),
+    ) == (ends, ends, last == "prompt")
+    clock.advance(0.001)
+    assert (scheduler.rest.ends(parts.requests), scheduler.rest.computable(parts.requests)) == (None, True)
+    assert parts.step() == {"batch": list(range(16, 32))}
+
+
+def test_a_prompt_that_only_waits_lets_nobody_rest_and_beside_tokens_there_is_no_rest() -> None:
+    """Who waits for what a background prompt holds would else wait for one that rests for its sake."""
+    parts = PrefillParts(pages=11, chunk_tokens=16)
+    parts.ask("batch", 36, BACKGROUND)
+    admitted(parts)
+    parts.ask("live", 12)
+    assert admitted(parts) == [PrefillPhase.RUNNING, PrefillPhase.WAITING]
+    assert [sum(map(len, parts.step().values())) for _ in range(2)] == [16, 16], "the pages that it waits for get free"
+    parts = PrefillParts(chunk_tokens=16, background_tokens=4, background_rest_s=60)
+    parts.ask("batch", 40, BACKGROUND)
+    admitted(parts)
+    assert len(parts.scheduler.next_batch(beside=True)[0].row.tokens) == 4
+    assert (parts.scheduler.rest.ends(parts.requests), parts.scheduler.rest.computable(parts.requests)) == (None, True)
 
 
 def test_a_step_has_so_many_background_tokens_beside_others_as_are_configured() -> None:
