@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from twinpool.cluster.doctor.doctor_case import Finding
+    from twinpool.cluster.serve.models_config import ModelsPlan
     from twinpool.cluster.serve.preflight import ServeOptions, ServePlan
-    from twinpool.cluster.serve.serve_models import ModelsPlan
 
 
 def _served_names(names: Sequence[str]) -> list[str]:
@@ -58,7 +58,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def _models_of(args: argparse.Namespace, options: ServeOptions) -> ModelsPlan | None:
     """What a launch of several models comes to; None where the file has one."""
-    from twinpool.cluster.serve.serve_models import plan_models
+    from twinpool.cluster.serve.models_config import plan_models
 
     models = plan_models(options)
     if models is not None and args.served_model_name:
@@ -140,8 +140,9 @@ def up(args: argparse.Namespace) -> int:
             load_config(args.config)
         print_line(f"no cluster of {args.config} runs here: it would be launched")
         return FINE
+    from twinpool.cluster.serve.models_config import plan_models
     from twinpool.cluster.serve.preflight import ServeOptions
-    from twinpool.cluster.serve.serve_models import launch_models, plan_models
+    from twinpool.cluster.serve.serve_models import launch_models
 
     options = ServeOptions.of_file(args.config)
     if (models := plan_models(options)) is not None:

@@ -13,16 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinpool.cli.admin_client import AdminClient, CommandRefused, RouterAway, client_for
 from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_marks
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.pool_commands import ROLES, follow, order
-from twinpool.cli.operator.rolling_restart import CommandOfModels, RollingRestart, carry_out, say_of
+from twinpool.cli.operator.rolling_restart import CommandOfModels, PlansOfModels, RollingRestart, carry_out, say_of
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twinpool.cluster.serve.models_config import ModelsChange
 
 POLL_S = 0.5
 """Seconds between two looks at whether services are replaced."""
@@ -253,18 +256,20 @@ def apply_file(args: argparse.Namespace, operator: AdminClient, run: RunFile | N
     settings = read_settings(args.config)
     if SECTION not in settings:
         return carry_out(command(operator, settings, print_line), nothing, dry_run=args.dry_run)
-    served, models = _models_to_change(args.config, run)
+    served, change = _change_of_models(args.config, run)
     commands = {
-        name: command(AdminClient.of_run(served, ca, name), own, partial(say_of, name)) for name, own in models.items()
+        name: command(AdminClient.of_run(served, ca, name), own, partial(say_of, name))
+        for name, own in change.settings.items()
     }
-    return carry_out(CommandOfModels(commands), nothing, dry_run=args.dry_run)
+    changed = ChangedModels(commands, change, Path(served.folder), operator, args.timeout)
+    return carry_out(changed, nothing, dry_run=args.dry_run)
 
 
-def _models_to_change(file: Path, run: RunFile | None) -> tuple[RunFile, dict[str, dict[str, Any]]]:
-    """The run of several models, and what each model's cluster is told of the file. Raises `ConfigError` where the
-    running cluster isn't of these models, or the file changes what the endpoint has."""
+def _change_of_models(file: Path, run: RunFile | None) -> tuple[RunFile, ModelsChange]:
+    """The run of several models, and what the file asks of it. Raises `ConfigError` where there is none, or the file
+    changes what the endpoint has."""
     from twinpool.cluster.serve.detached_state import ModelsState, models_in
-    from twinpool.cluster.serve.models_config import settings_of_models
+    from twinpool.cluster.serve.models_config import change_of_models
 
     if run is None or not run.folder:
         raise ConfigError(
@@ -274,4 +279,87 @@ def _models_to_change(file: Path, run: RunFile | None) -> tuple[RunFile, dict[st
     running = models_in(Path(run.folder))
     if not running:
         raise ConfigError(f"{file} has several models, and {run.url} serves one: give it a file of one model")
-    return run, settings_of_models(file, ModelsState.load(Path(run.folder)).configs)
+    return run, change_of_models(file, ModelsState.load(Path(run.folder)).configs)
+
+
+@dataclass(frozen=True)
+class ChangedModelsPlan:
+    """What is to be done to a run of several models."""
+
+    change: ModelsChange
+    stay: PlansOfModels
+    """What is to be done to those that stay."""
+
+    @property
+    def nothing(self) -> bool:
+        return self.stay.nothing and not (self.change.added or self.change.removed)
+
+    def lines(self) -> list[str]:
+        found = [f"{name}: is removed once its answers have ended" for name in self.change.removed]
+        return found + [f"{name}: is added" for name in self.change.added] + self.stay.lines()
+
+
+class ChangedModels:
+    """One run of the command on several models: some go and others come, then each that stays is changed."""
+
+    def __init__(
+        self,
+        commands: Mapping[str, ApplyCommand],
+        change: ModelsChange,
+        folder: Path,
+        operator: AdminClient,
+        timeout_s: float,
+    ) -> None:
+        """`folder`: of the detached run."""
+        self._commands, self._stay = commands, CommandOfModels(commands)
+        self._change, self._folder, self._operator, self._timeout_s = change, folder, operator, timeout_s
+
+    def plan(self) -> ChangedModelsPlan:
+        return ChangedModelsPlan(self._change, self._stay.plan())
+
+    def run(self, plan: ChangedModelsPlan) -> float:
+        """Do it; returns the seconds of all."""
+        began = self._operator.clock()
+        if self._change.added or self._change.removed:
+            for command in self._commands.values():
+                command.check()
+            self._add_and_remove()
+        seconds = self._operator.clock() - began
+        return seconds + self._stay.run(plan.stay)
+
+    def left(self) -> str:
+        going_on = "models are added and removed as ordered, without this command; " if self._ordered else ""
+        return going_on + self._stay.left()
+
+    @property
+    def _ordered(self) -> bool:
+        from twinpool.cluster.serve.detached_state import ModelsOrder
+
+        return ModelsOrder.read(self._folder) is not None
+
+    def _add_and_remove(self) -> None:
+        """Order it, and wait until the run's supervisor has done so and routers know. Raises `CommandRefused`."""
+        from twinpool.cluster.serve.detached_state import ModelsOrder, ModelsState
+
+        order = ModelsOrder.of(self._change.added, self._change.removed)
+        try:
+            order.write(self._folder)
+        except FileExistsError:
+            raise CommandRefused(
+                "an earlier command's models are still being added or removed; the log serve.out of the run says how "
+                "far that is: apply again once they are"
+            ) from None
+        for name in order.removed:
+            say_of(name, "is being removed")
+        for name in order.added:
+            say_of(name, "is being added")
+        began = self._operator.clock()
+        while (state := ModelsState.load(self._folder)).carried_out != order.token:
+            if self._operator.clock() - began > self._timeout_s * (1 + len(order.added)):
+                raise CommandRefused(
+                    f"models are not added and removed within {self._timeout_s * (1 + len(order.added)):g} s; it goes "
+                    f"on: see {state.logs / 'serve.out'}"
+                )
+            self._operator.sleep(POLL_S)
+        if state.trouble:
+            raise CommandRefused(state.trouble)

@@ -6,14 +6,18 @@ reads it too: keys that a build doesn't know are left alone, and those that it l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts
 from twinpool.cluster.processes.keeper import END_SECONDS, TAKEN_OVER
@@ -250,8 +254,41 @@ class DetachedState(ServicesState):
         self.controller_port, *self.standby_ports = ports
 
 
-MODELS_KEPT = ("secrets", "secret", "marks", "free_bytes", "port")
+MODELS_KEPT = ("secrets", "secret", "marks", "free_bytes", "port", "cards", "carried_out", "trouble")
 """Fields of `ModelsState` that are kept as they are."""
+ORDER_FILE = "models.order"
+
+
+class ModelsOrder(msgspec.Struct, frozen=True):
+    """Models that an operator's command adds to a detached run and removes from it: a file in the run's folder until
+    its supervisor has carried it out. How far that is, `ModelsState` says."""
+
+    token: str
+    """Of this order alone."""
+    added: dict[str, dict[str, Any]]
+    """Their configurations, by name."""
+    removed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, added: Mapping[str, Config], removed: Sequence[str]) -> ModelsOrder:
+        return cls(secrets.token_hex(8), {name: one.to_dict() for name, one in added.items()}, tuple(removed))
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelsOrder | None:
+        """The order that is to be carried out; None where there is none."""
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # Of another build, or none.
+            return msgspec.json.decode((folder / ORDER_FILE).read_bytes(), type=cls)
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Give the order. Raises `FileExistsError` while an earlier one is being carried out."""
+        fresh = folder / f"{ORDER_FILE}.{self.token}"
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self))
+        try:
+            os.link(fresh, folder / ORDER_FILE)
+        finally:
+            fresh.unlink()
 
 
 @dataclass
@@ -262,12 +299,18 @@ class ModelsState(ServicesState):
     """Of the endpoint."""
     port: int
     configs: dict[str, Config]
-    """By model, as they were given at the start; the first one leads. Each model's cluster keeps its own from then
+    """By model, as they were given when it began; the first one leads. Each model's cluster keeps its own from then
     on."""
     folders: dict[str, Path]
     """The folder of each model's cluster."""
     free_bytes: int = 0
-    """This machine's memory that each model plans with."""
+    """This machine's memory that each model plans with that the run has begun with."""
+    cards: dict[str, int] = field(default_factory=dict)
+    """Of each model that is dealt GPUs the number of its first one."""
+    carried_out: str = ""
+    """The token of the latest order that is carried out (`ModelsOrder`)."""
+    trouble: str = ""
+    """What of it failed, in words."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelsState:

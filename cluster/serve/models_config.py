@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinpool.cluster.serve.security_check import absolute_paths
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.serve.preflight import ServeOptions, check_flags, with_settings
+from twinpool.cluster.serve.security_check import absolute_paths, check_security, with_absolute_paths
+from twinpool.cluster.serve.terminal import url_of
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.ledger_place import NAME, on_server
 from twinpool.contracts.config.load_config import assign, config_from_dict, read_config_file
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
+from twinpool.router.tracing.otlp_exporter import check_tracing
 
 SECTION = "models"
 MAX_MODELS = 64
@@ -57,23 +62,91 @@ def models_of(path: Path | None, assignments: Iterable[str] = ()) -> dict[str, C
     return found
 
 
-def settings_of_models(path: Path, running: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
-    """Of each model of a file the settings that its cluster is given, with those alone that the file names. `running`:
-    the configurations that the models were started with, by name.
+@dataclass(frozen=True, slots=True)
+class ModelsPlan:
+    """What `serve` will start for several models: checked, as far as that goes without looking at checkpoints."""
 
-    Raises `ConfigError` as `models_of` does, for a file of other models than those that run, and for one in which the
-    endpoint isn't as it runs.
+    options: ServeOptions
+    """Of the endpoint."""
+    configs: dict[str, Config]
+    """By model; the first one leads. Of a detached run they are its state's, and change with it."""
+    port: int
+
+    @property
+    def lead(self) -> Config:
+        return next(iter(self.configs.values()))
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach the routers."""
+        return url_of(self.options.host, self.port, https=bool(self.lead.security.tls_cert))
+
+    @property
+    def operators(self) -> str:
+        """Where operators on this machine do."""
+        security = self.lead.security
+        if not security.admin_port:
+            return self.url
+        return url_of(security.admin_host, security.admin_port, https=bool(security.tls_cert))
+
+
+def plan_models(options: ServeOptions) -> ModelsPlan | None:
+    """Read the configuration and check it; None where it isn't of several models. Raises `ConfigError`."""
+    configs = {
+        name: with_absolute_paths(config) for name, config in models_of(options.config, options.assignments).items()
+    }
+    if not configs:
+        return None
+    if "model" not in options.unset or len(options.unsized) < len(ServeOptions.of_file(Path()).unsized):
+        raise ConfigError("--model, --prefill, --decode and --colocate are of one model: the file's `models` has them")
+    lead = next(iter(configs.values()))
+    endpoint = with_settings(dataclasses.replace(options, unsized=frozenset()), lead)
+    check_flags(endpoint)
+    check_security(lead.security, endpoint.host, endpoint.port, routers=endpoint.routers)
+    check_tracing(lead.tracing)
+    return ModelsPlan(endpoint, configs, free_port(endpoint.host, endpoint.port))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsChange:
+    """What a file asks of a run of several models."""
+
+    settings: dict[str, dict[str, Any]]
+    """Of each model that stays, the settings that its cluster is given, with those alone that the file names."""
+    added: dict[str, Config]
+    removed: tuple[str, ...]
+
+
+def change_of_models(path: Path, running: Mapping[str, Config]) -> ModelsChange:
+    """Compare a file with a run. `running`: the configurations that the models were started with, by name.
+
+    Raises `ConfigError` as `models_of` does, where no model stays, and for a file in which the endpoint isn't as it
+    runs.
     """
     configs, tree = models_of(path), read_config_file(path)
     models = tree.pop(SECTION)
-    for what, names in (
-        ("lacks models that run", running.keys() - configs),
-        ("has models that don't run", configs.keys() - running),
-    ):
-        if names:
-            raise ConfigError(
-                f"{path} {what}: {', '.join(sorted(names))}. A model is added or removed by a new start of all"
-            )
+    if not configs.keys() & running.keys():
+        raise ConfigError(
+            f"{path} has none of the models that run ({', '.join(running)}), and one at least must stay: change them "
+            "in two steps, or start all anew (twinpool down, then up)"
+        )
+    _check_endpoint(tree, running)
+    added = {name: _from_anywhere(config) for name, config in configs.items() if name not in running}
+    settings = {name: _settings_of(config, tree, models[name]) for name, config in configs.items() if name in running}
+    return ModelsChange(settings, added, tuple(name for name in running if name not in configs))
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The configuration with absolute paths: who reads it may be in another folder."""
+    config = with_absolute_paths(config)
+    model = Path(config.launch.model)
+    if not model.exists():  # A name, or found missing by who starts it.
+        return config
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, model=str(model.absolute())))
+
+
+def _check_endpoint(tree: Mapping[str, Any], running: Mapping[str, Config]) -> None:
+    """Raises `ConfigError` where the file says of the endpoint something else than what runs."""
     lead = next(iter(running.values())).to_dict()
     for section, keys in _OWN_OF_ENDPOINT.items():
         given = tree.get(section) or {}
@@ -83,18 +156,19 @@ def settings_of_models(path: Path, running: Mapping[str, Config]) -> dict[str, d
                     f"config key {section}.{key} is of the endpoint and can't be changed from "
                     f"{lead[section][key]!r} to {given[key]!r} while it runs: it needs a new start of all models"
                 )
-    found = {}
-    for name, config in configs.items():
-        merged = absolute_paths(_merged(tree, models[name] or {}))
-        for section, keys in _OWN_OF_ENDPOINT.items():
-            if section in merged:
-                merged[section] = {key: value for key, value in merged[section].items() if key not in keys}
-        made = config.to_dict()
-        for section, key in _MADE_HERE:
-            if key in (merged.get(section) or {}):
-                merged[section] = {**merged[section], key: made[section][key]}
-        found[name] = merged
-    return found
+
+
+def _settings_of(config: Config, tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a model's cluster is given of a file whose common part is `tree`."""
+    merged = absolute_paths(_merged(tree, own or {}))
+    for section, keys in _OWN_OF_ENDPOINT.items():
+        if section in merged:
+            merged[section] = {key: value for key, value in merged[section].items() if key not in keys}
+    made = config.to_dict()
+    for section, key in _MADE_HERE:
+        if key in (merged.get(section) or {}):
+            merged[section] = {**merged[section], key: made[section][key]}
+    return merged
 
 
 _OWN_OF_ENDPOINT = {

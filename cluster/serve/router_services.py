@@ -159,6 +159,11 @@ class SharedRouters:
                 return behind, obstacle
         return 1, ""
 
+    def clear(self) -> None:
+        """Remove both files."""
+        for file in (self.report, self._confirmed):
+            file.unlink(missing_ok=True)
+
     @property
     def _confirmed(self) -> Path:
         return self.report.with_suffix(".confirmed")
@@ -199,7 +204,7 @@ class RouterServices(RollingServices[Router]):
         """`folder`: where the routers' sockets are."""
         super().__init__(context)
         self._plan, self._folder = plan, folder
-        self._leaving: dict[str, _LeavingRouter] = {}
+        self.leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
         self._probes = False
         """Whether routers are asked if they live."""
@@ -212,13 +217,13 @@ class RouterServices(RollingServices[Router]):
         if self._state is not None:
             for key, process in self._state.leaving.items():
                 if key.startswith("router"):
-                    self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
+                    self.leaving[key] = _LeavingRouter(process, self._probe(key), None)
         self._start(self._plan.count)
 
     def probe(self) -> None:
         """Ask the routers from now on whether they live, until the cluster ends."""
         self._probes = True
-        for probe in [one.probe for one in self._services] + [one.probe for one in self._leaving.values()]:
+        for probe in [one.probe for one in self._services] + [one.probe for one in self.leaving.values()]:
             self._ask(probe)
 
     def change(self, plan: RoutersPlan) -> None:
@@ -231,14 +236,14 @@ class RouterServices(RollingServices[Router]):
             self._successor.service.kill()
         for router in self._services:
             router.terminate()
-        for one in self._leaving.values():
+        for one in self.leaving.values():
             if one.running:
                 terminate_process(one.process.pid, one.process.started)
 
     def drained(self) -> bool:
         """Whether all of them have ended."""
         ended = all(router.ended() is not None for router in self._services)
-        return ended and not any(one.running for one in self._leaving.values())
+        return ended and not any(one.running for one in self.leaving.values())
 
     def tend(self) -> None:
         """Kill routers that hang, start again what has ended, and go on replacing. Raises `PartFailed` where one ends
@@ -285,7 +290,7 @@ class RouterServices(RollingServices[Router]):
         return self._router(number, takes_over=old.mark)
 
     def _retire(self, old: Router, new: Router) -> None:
-        self._leaving[self._key(old)] = _LeavingRouter(old.process, old.probe, old)
+        self.leaving[self._key(old)] = _LeavingRouter(old.process, old.probe, old)
         if self._probes:
             self._ask(new.probe)
         self._report(f"{old.name} is replaced; the one before finishes its answers")
@@ -330,10 +335,10 @@ class RouterServices(RollingServices[Router]):
 
     def _tend_leaving(self, stall_s: float) -> None:
         """Kill replaced routers that hang: their sockets still listen, so the kernel would give them connections."""
-        for key, one in list(self._leaving.items()):
+        for key, one in list(self.leaving.items()):
             if not one.running:
                 one.probe.stop()
-                del self._leaving[key]
+                del self.leaving[key]
             elif one.probe.silent_s >= stall_s:
                 self._report(
                     f"{key}, which is replaced, hung: no answer for {one.probe.silent_s:.0f} s (router.stall_s)"
@@ -341,7 +346,7 @@ class RouterServices(RollingServices[Router]):
                 kill_process(one.process.pid, one.process.started)
 
     def _end_leaving(self) -> None:
-        for one in self._leaving.values():
+        for one in self.leaving.values():
             one.probe.stop()
             if one.running:
                 kill_process(one.process.pid, one.process.started)

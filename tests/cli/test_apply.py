@@ -13,8 +13,11 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
-from twinpool.cli.operator.apply_command import ApplyCommand, read_settings
+from twinpool.cli.operator.apply_command import ApplyCommand, ChangedModels, read_settings
 from twinpool.cli.operator.rolling_restart import OTHERS_S, RollingRestart
+from twinpool.cluster.serve.detached_state import ORDER_FILE, ModelsOrder, ModelsState
+from twinpool.cluster.serve.models_config import ModelsChange
+from twinpool.cluster.serve.preflight import ServeOptions
 from twinpool.cluster.serve.security_check import with_absolute_paths
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict, load_config
@@ -405,3 +408,79 @@ def test_who_is_not_replaced_is_named(trouble: str) -> None:
         with pytest.raises(CommandRefused, match=trouble or "2 routers and controllers have settings of before"):
             Scene(cluster.url, {"router": {"stall_s": 4}}).run()
         assert cluster.orders == ["apply"], "no worker restarts"
+
+
+class ChangingModels:
+    """A run of the models a and b, whose supervisor carries an order out `after_s` seconds of the command's waiting."""
+
+    def __init__(self, place: Path, url: str, change: ModelsChange, *, after_s: float, trouble: str = "") -> None:
+        self._place, self._after_s, self._trouble = place, after_s, trouble
+        configs = {name: config_from_dict({}) for name in ("a", "b")}
+        folders = {name: place / name for name in configs}
+        self.state = ModelsState(place, place, ServeOptions(), 1, configs, folders)
+        self.state.save()
+        self.found: list[ModelsOrder] = []
+        self._clock = ManualClock()
+        client = AdminClient(url, self._clock.now, self._sleep)
+        stay = ApplyCommand(client, change.settings["a"], lambda line: None, timeout_s=TIMEOUT_S)
+        self.command = ChangedModels({"a": stay}, change, place, client, TIMEOUT_S)
+
+    def _sleep(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        order = ModelsOrder.read(self._place)
+        if order is not None and self._clock.now() >= self._after_s:
+            self.found.append(order)
+            self.state.carried_out, self.state.trouble = order.token, self._trouble
+            self.state.save()
+            (self._place / ORDER_FILE).unlink()
+
+
+NEXT = ModelsChange({"a": {"decode": {"retract_limit": 4}}}, {"c": config_from_dict({"pools": {"decode": 3}})}, ("b",))
+
+
+def test_models_come_and_go_before_those_that_stay_are_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with router_stub(Cluster()) as cluster:
+        run = ChangingModels(tmp_path, cluster.url, NEXT, after_s=7.0)
+        plan = run.command.plan()
+        assert plan.lines()[:2] == ["b: is removed once its answers have ended", "c: is added"]
+        assert plan.lines()[2].startswith("a: decode.retract_limit")
+        assert ModelsOrder.read(tmp_path) is None, "nothing is done yet"
+        assert run.command.run(plan) >= 7.0
+        (order,) = run.found
+        assert (list(order.added), order.added["c"]["pools"]["decode"], order.removed) == (["c"], 3, ("b",))
+        assert cluster.orders[0] == "apply"
+        assert capsys.readouterr().out.splitlines()[:2] == ["b: is being removed", "c: is being added"]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "trouble", "words"),
+    [(1.0, "model c is not added: no checkpoint", "model c is not added: no checkpoint"), (1e9, "", "within 60 s")],
+)
+def test_where_models_can_not_be_changed_those_that_stay_are_not_either(
+    tmp_path: Path, after_s: float, trouble: str, words: str
+) -> None:
+    with router_stub(Cluster()) as cluster:
+        run = ChangingModels(tmp_path, cluster.url, NEXT, after_s=after_s, trouble=trouble)
+        with pytest.raises(CommandRefused, match=words):
+            run.command.run(run.command.plan())
+        assert cluster.orders == []
+        assert run.command.left().startswith("models are added") is (after_s > 1.0)
+
+
+def test_nothing_is_ordered_where_a_model_that_stays_would_be_refused_or_another_order_is_under_way(
+    tmp_path: Path,
+) -> None:
+    with router_stub(Cluster()) as cluster:
+        run = ChangingModels(tmp_path, cluster.url, NEXT, after_s=1.0)
+        earlier = ModelsOrder.of({}, ("b",))
+        earlier.write(tmp_path)
+        with pytest.raises(CommandRefused, match="an earlier command's models"):
+            run.command.run(run.command.plan())
+        assert ModelsOrder.read(tmp_path) == earlier
+        (tmp_path / ORDER_FILE).unlink()
+        cluster.workers["decode-1"]["state"] = "left"
+        with pytest.raises(CommandRefused, match="decode-0 is the only"):
+            run.command.run(run.command.plan())
+        assert (run.found, cluster.orders, ModelsOrder.read(tmp_path)) == ([], [], None)

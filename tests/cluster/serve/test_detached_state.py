@@ -16,8 +16,8 @@ from twinpool.cluster.processes.keeper import end_seconds
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.serve.build_check import why_not
 from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ModelsState, ServiceProcess, models_in
+from twinpool.cluster.serve.models_config import plan_models
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from twinpool.cluster.serve.serve_models import plan_models
 from twinpool.cluster.serve.shutdown_signal import END_S
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
@@ -88,6 +88,9 @@ def test_the_state_of_several_models_is_kept_and_says_where_their_clusters_are(t
         configs=dict(plan.configs),
         folders={"a": tmp_path / "t.a", "b": tmp_path / "t.b"},
         free_bytes=77,
+        cards={"a": 1, "b": 3},
+        carried_out="a token",
+        trouble="some",
         secrets={"TWINPOOL_ADMIN_TOKEN": "a token"},
         secret="aa",
         services={"model-a": ServiceProcess(7, 8, "0.1+abc")},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from twinpool.cluster.serve.models_config import models_of, places_of, settings_of_models
+from twinpool.cluster.serve.models_config import change_of_models, models_of, places_of
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import ConfigError
 
@@ -85,7 +86,7 @@ def test_who_takes_one_model_refuses_a_file_of_several(file: Path) -> None:
         load_config(file)
 
 
-def test_each_models_cluster_is_told_what_the_file_names_and_other_models_or_endpoints_are_refused(file: Path) -> None:
+def test_each_models_cluster_is_told_what_the_file_names_and_another_endpoint_is_refused(file: Path) -> None:
     tree: dict[str, Any] = {
         "launch": {"port": 8001, "model": "demo"},
         "security": {"admin_port": 9001, "keys_file": "/etc/keys.json"},
@@ -94,7 +95,7 @@ def test_each_models_cluster_is_told_what_the_file_names_and_other_models_or_end
         "models": {"a": {"decode": {"max_batch_tokens": 4}}, "b": {"router": {"served_model_name": "also"}}},
     }
     running = read(file, tree)
-    assert settings_of_models(file, running) == {
+    assert change_of_models(file, running).settings == {
         "a": {
             "launch": {"model": "demo"},
             "security": {"keys_file": "/etc/keys.json"},
@@ -112,7 +113,19 @@ def test_each_models_cluster_is_told_what_the_file_names_and_other_models_or_end
     for section, key, value in (("launch", "port", 8002), ("security", "admin_port", 9002)):
         read(file, {**tree, section: {**tree[section], key: value}})
         with pytest.raises(ConfigError, match=f"{section}.{key} is of the endpoint"):
-            settings_of_models(file, running)
-    read(file, {**tree, "models": {"a": {}, "c": {}}})
-    with pytest.raises(ConfigError, match="lacks models that run: b"):
-        settings_of_models(file, running)
+            change_of_models(file, running)
+
+
+def test_models_that_a_file_names_and_that_do_not_run_are_added_and_the_other_way_round(file: Path) -> None:
+    running = read(file, {"models": {"a": {}, "b": {}}})
+    (folder := Path(os.path.relpath(file.parent)) / "folder").mkdir()
+    after = {"c": {"launch": {"model": str(folder)}}, "a": {"decode": {"max_batch_tokens": 4}}}
+    read(file, {"cache": {"device_tokens": 64}, "models": after})
+    change = change_of_models(file, running)
+    assert (list(change.added), change.removed) == (["c"], ("b",))
+    added = change.added["c"]
+    assert (added.launch.model, added.cache.device_tokens) == (str(folder.absolute()), 64)
+    assert change.settings == {"a": {"cache": {"device_tokens": 64}, "decode": {"max_batch_tokens": 4}}}
+    read(file, {"models": {"c": {}}})
+    with pytest.raises(ConfigError, match=r"none of the models that run \(a, b\), and one at least must stay"):
+        change_of_models(file, running)

@@ -111,7 +111,7 @@ def test_one_that_hangs_is_killed_by_whoever_supervises_then(scene: Scene, old: 
     until(lambda: not lives(old), "its end")
     scene.routers.tend()
     assert scene.said == ["router-0.another, which is replaced, hung: no answer for 15 s (router.stall_s)"]
-    assert not scene.routers._leaving
+    assert not scene.routers.leaving
 
 
 def test_those_that_are_replaced_are_asked_whether_they_live_as_the_others_are(

@@ -19,11 +19,12 @@ import yaml
 
 from tests.support.served_cluster import until
 from twinpool.cluster.assembly.node_shares import CardFacts
-from twinpool.cluster.serve import model_cluster, serve_models
-from twinpool.cluster.serve.detached_state import STATE_FILE, ModelsState
+from twinpool.cluster.serve import model_cluster, model_clusters, serve_models
+from twinpool.cluster.serve.detached_state import ORDER_FILE, STATE_FILE, ModelsOrder, ModelsState
+from twinpool.cluster.serve.models_config import ModelsPlan, plan_models
 from twinpool.cluster.serve.preflight import ServeOptions
 from twinpool.cluster.serve.router_services import SharedRouters
-from twinpool.cluster.serve.serve_models import ModelsPlan, ServeModels, plan_models
+from twinpool.cluster.serve.serve_models import ServeModels
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.config.load_config import config_from_dict
@@ -40,7 +41,9 @@ with (Path(given("--logs")) / "starts").open("a") as file:
     file.write(f"{os.getpid()}\\n")
 if "breaker_failures: 77" in config:
     sys.exit("error: it can't be served")
-Path(given("--report")).write_text(json.dumps({"model": given("--logs"), "controllers": "h:1"}))
+fresh = Path(given("--report") + ".new")
+fresh.write_text(json.dumps({"model": given("--logs"), "controllers": "h:1"}))
+fresh.replace(given("--report"))
 os.write(int(given("--ready-fd")), b"ready")
 time.sleep(600)
 """
@@ -121,6 +124,35 @@ class Run:
         file = self.folder.logs / model / "starts"
         return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def order(self, added: dict[str, dict[str, Any]], *removed: str) -> ModelsOrder:
+        """Give the order of an operator's command."""
+        order = ModelsOrder.of({name: config_from_dict(tree) for name, tree in added.items()}, removed)
+        order.write(self.folder.temporary)
+        return order
+
+    def await_end_of(self, order: ModelsOrder) -> ModelsState:
+        """The state once the order is carried out. Routers that others replace end meanwhile, as they do once their
+        answers have ended."""
+
+        def carried_out() -> bool:
+            state = ModelsState.load(self.folder.temporary)
+            for process in state.leaving.values():
+                psutil.Process(process.pid).kill()
+            return state.carried_out == order.token
+
+        until(carried_out, "the order to be carried out", 60)
+        assert not (self.folder.temporary / ORDER_FILE).exists()
+        return ModelsState.load(self.folder.temporary)
+
+    def routed(self) -> list[str]:
+        """The models that routers are started with."""
+        file = self.folder.temporary / "models.json"
+        return [Path(one.model).name for one in msgspec.json.decode(file.read_bytes(), type=list[RoutedModel])]
+
+    def first_card(self, model: str) -> int:
+        command = psutil.Process(self.starts(model)[-1]).cmdline()
+        return int(command[command.index("--first-card") + 1])
+
     def end(self) -> None:
         self.stopping.ask()
         self.thread.join(60)
@@ -129,7 +161,7 @@ class Run:
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    monkeypatch.setattr(serve_models, "MODEL", (sys.executable, "-S", "-c", MODEL))
+    monkeypatch.setattr(model_clusters, "MODEL", (sys.executable, "-S", "-c", MODEL))
     monkeypatch.setattr(serve_models, "ROUTER", (sys.executable, "-S", "-c", ROUTER))
     runs: list[Run] = []
 
@@ -151,8 +183,7 @@ def test_models_are_started_once_each_and_started_again_when_they_die_and_all_en
     run = begin(a={}, b={})
     until(lambda: bool(run.folder.published), "both to be served", 60)
     assert run.folder.published[0][1] == "a, b"
-    routed = msgspec.json.decode((run.folder.temporary / "models.json").read_bytes(), type=list[RoutedModel])
-    assert [Path(one.model).name for one in routed] == ["a", "b"]
+    assert run.routed() == ["a", "b"]
     first = run.starts("a")
     psutil.Process(first[0]).kill()
     until(lambda: len(run.starts("a")) == 2, "the model to be started again", 60)
@@ -214,6 +245,73 @@ def test_a_model_that_dies_too_often_stays_away_and_the_others_are_served_on(beg
     assert len(run.starts("b")) == 2
     assert psutil.pid_exists(run.starts("a")[0])
     assert run.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_removed_ends_once_no_router_knows_it_and_one_that_is_added_begins_then(
+    begin: Callable[..., Run],
+) -> None:
+    run = begin(detached=True, a={}, b={})
+    until(lambda: bool(run.folder.published), "both to be served", 60)
+    router = ModelsState.load(run.folder.temporary).services["router"]
+    order = run.order({"c": {"pools": {"decode": 2}}, "d": {}}, "b")
+    with pytest.raises(FileExistsError):
+        run.order({}, "a")
+    until(lambda: ModelsState.load(run.folder.temporary).services["router"] != router, "the next router", 60)
+    assert run.routed() == ["a"]
+    assert psutil.Process(run.starts("b")[0]).status() != psutil.STATUS_ZOMBIE, "an answer may still run there"
+    assert not run.starts("c"), "it may need what b has"
+    kept = ModelsState.load(run.folder.temporary).folders["b"]
+    state = run.await_end_of(order)
+    assert (list(state.configs), list(state.folders), state.trouble) == (["a", "c", "d"], ["a", "c", "d"], "")
+    assert run.routed() == ["a", "c", "d"]
+    assert not (psutil.pid_exists(run.starts("b")[0]))
+    assert not (kept.exists())
+    assert [len(run.starts(model)) for model in "abcd"] == [1, 1, 1, 1]
+    assert run.folder.published[-1][1] == "a, c, d"
+    # Of two GPUs each, the three of c are behind all, and d has what b had.
+    assert [run.first_card(model) for model in "acd"] == [0, 2, 5]
+    run.await_end_of(run.order({"b": {}}, "c"))
+    assert (run.routed(), run.first_card("b")) == (["a", "d", "b"], 2)
+    assert len(run.starts("b")) == 2
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_start_is_not_added_and_nothing_else_is_touched(begin: Callable[..., Run]) -> None:
+    run = begin(detached=True, a={}, b={})
+    until(lambda: bool(run.folder.published), "both to be served", 60)
+    router = ModelsState.load(run.folder.temporary).services["router"]
+    state = run.await_end_of(run.order({"c": {"router": {"breaker_failures": 77}}}))
+    assert state.trouble.startswith("model c is not added: it could not start (exit code 1)")
+    assert "it can't be served" in state.trouble
+    assert (list(state.configs), list(state.folders), list(state.cards)) == (["a", "b"], ["a", "b"], ["a", "b"])
+    assert (state.services["router"], len(run.starts("c"))) == (router, 1)
+    assert run.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_the_next_supervisor_carries_out_what_was_ordered(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before was killed after it had ended the model that is removed: nobody starts that one again."""
+    first = begin(detached=True, a={}, b={})
+    until(lambda: bool(first.folder.published), "both to be served", 60)
+    stopped, goes_on, wait = threading.Event(), threading.Event(), first.stopping.wait
+
+    def stop(seconds: float) -> bool:
+        stopped.set()
+        goes_on.wait(120)
+        return wait(seconds)
+
+    monkeypatch.setattr(first.stopping, "wait", stop)
+    assert stopped.wait(60)
+    psutil.Process(ModelsState.load(first.folder.temporary).services["model-b"].pid).kill()
+    order = first.order({"c": {}}, "b")
+    second = begin(detached=True, a={}, b={})
+    state = second.await_end_of(order)
+    goes_on.set()
+    assert (list(state.configs), second.routed(), state.trouble) == (["a", "c"], ["a", "c"], "")
+    assert [len(second.starts(model)) for model in "abc"] == [1, 1, 1]
 
 
 def test_flags_of_one_model_are_refused(tmp_path: Path) -> None:
