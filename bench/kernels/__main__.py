@@ -20,6 +20,7 @@ import triton
 
 from bench.common.bench_report import flag_parser
 from bench.kernels import kernel_timings, tune_launches
+from tests.kernels.ordered_dot import use_ordered_dot
 from tests.support.launches import compiled_table
 from tests.support.launches.chip_limits import CHIPS
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if interpreted:
+        use_ordered_dot()
     return kernel_timings.main(args.json, interpreted)
 
 

@@ -1,4 +1,4 @@
-"""What `tl.dot` computes in Triton's interpreter, for the claims of this folder.
+"""What `tl.dot` computes in Triton's interpreter, for the claims of this folder and for rehearsals of the GPU bench.
 
 The interpreter hands `tl.dot` to numpy's matmul, and numpy to a BLAS, which picks a kernel by the shape of the whole
 product: with its AVX2 kernels a row of 16 is not the bits of the same row of 64. A GPU's matrix instructions know no
