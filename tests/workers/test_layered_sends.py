@@ -70,7 +70,8 @@ def test_every_kind_of_pool_leaves_layer_by_layer(family: Path) -> None:
         devices: dict[Role, Device] = {Role.PREFILL: AdversarialDevice(seed), Role.DECODE: CpuDevice()}
         with pair(family, devices=devices, prefill={"chunk_tokens": 48}, transfer=dict(BY_LAYER)) as both:
             answers_are_the_oracles(both, oracle, *prompts(seed, 100, 33, 64))
-            assert layered(both) > 0
+            # GLM-5's index keys lie in fewer layers than its latents: no mark says when both are there.
+            assert (layered(both) > 0) is (family.name != "glm5")
             assert both.decode.status().counters["pages_damaged"] == 0
 
 
