@@ -1,6 +1,6 @@
 """What drafts gain, at any number of streams, where what makes them was trained for its model.
 
-    python -m bench drafts  # trains what lacks in build/drafts first: some three minutes of one core each
+    python -m bench drafts  # trains what lacks in build/drafts first: a quarter of an hour or less
     python -m bench drafts -- --models hybrid --streams 1 8 --temperatures 0 --rounds 6
 
 A prefill and a decode worker in this process with drafts, and two without, are asked the same in turns, other prose

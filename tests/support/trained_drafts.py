@@ -1,7 +1,7 @@
 """What drafts, trained from a seed and the files of this tree: an EAGLE-3 head for the demo, and a small hybrid of
 attention and recurrence with its layer for multi-token prediction.
 
-    python -m tests.support.trained_drafts build/drafts  # some three minutes of one core each
+    python -m tests.support.trained_drafts build/drafts  # a quarter of an hour for both, or less
     twinpool serve --model demo --set engine.draft_model=build/drafts/eagle3
     twinpool serve --model build/drafts/hybrid --set engine.draft_model=mtp
 
