@@ -269,7 +269,7 @@ def _change_of_models(file: Path, run: RunFile | None) -> tuple[RunFile, ModelsC
     """The run of several models, and what the file asks of it. Raises `ConfigError` where there is none, or the file
     changes what the endpoint has."""
     from twinpool.cluster.serve.detached_state import ModelsState, models_in
-    from twinpool.cluster.serve.models_config import change_of_models
+    from twinpool.cluster.serve.models_config import change_of_models, check_checkpoints
 
     if run is None or not run.folder:
         raise ConfigError(
@@ -279,7 +279,9 @@ def _change_of_models(file: Path, run: RunFile | None) -> tuple[RunFile, ModelsC
     running = models_in(Path(run.folder))
     if not running:
         raise ConfigError(f"{file} has several models, and {run.url} serves one: give it a file of one model")
-    return run, change_of_models(file, ModelsState.load(Path(run.folder)).configs)
+    change = change_of_models(file, ModelsState.load(Path(run.folder)).configs)
+    check_checkpoints(change.added, print_line)
+    return run, change
 
 
 @dataclass(frozen=True)

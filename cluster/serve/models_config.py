@@ -12,19 +12,21 @@ differ: it is refused in a model's part, by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twinpool.cluster.models import find_model
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.serve.preflight import ServeOptions, check_flags, with_settings
 from twinpool.cluster.serve.security_check import absolute_paths, check_security, with_absolute_paths
 from twinpool.cluster.serve.terminal import url_of
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.ledger_place import NAME, on_server
 from twinpool.contracts.config.load_config import assign, config_from_dict, read_config_file
-from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role
 from twinpool.router.tracing.otlp_exporter import check_tracing
 
@@ -134,6 +136,18 @@ def change_of_models(path: Path, running: Mapping[str, Config]) -> ModelsChange:
     added = {name: _from_anywhere(config) for name, config in configs.items() if name not in running}
     settings = {name: _settings_of(config, tree, models[name]) for name, config in configs.items() if name in running}
     return ModelsChange(settings, added, tuple(name for name in running if name not in configs))
+
+
+def check_checkpoints(models: Mapping[str, Config], say: Callable[[str], None]) -> None:
+    """Look at the models' checkpoints, which are fetched where they have to be; `say` is told what is. Raises
+    `ConfigError`, naming the model that can't be served."""
+    for name, config in models.items():
+        engine = config.engine
+        try:
+            found = find_model(config.launch.model, say, any_architecture=engine.models == "transformers")
+            read_model_spec(found.path, engine.context, engine.draft_model)
+        except TwinpoolError as error:
+            raise ConfigError(f"model {name}: {error}") from None
 
 
 def _from_anywhere(config: Config) -> Config:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from twinpool.cluster.serve.models_config import change_of_models, models_of, places_of
-from twinpool.contracts.config.load_config import load_config
+from twinpool.cluster.serve.models_config import change_of_models, check_checkpoints, models_of, places_of
+from twinpool.contracts.config.load_config import config_from_dict, load_config
 from twinpool.contracts.errors import ConfigError
 
 
@@ -129,3 +129,10 @@ def test_models_that_a_file_names_and_that_do_not_run_are_added_and_the_other_wa
     read(file, {"models": {"c": {}}})
     with pytest.raises(ConfigError, match=r"none of the models that run \(a, b\), and one at least must stay"):
         change_of_models(file, running)
+
+
+def test_a_model_without_a_checkpoint_is_refused_by_name_before_anything_is_changed(tmp_path: Path) -> None:
+    good, lacking = config_from_dict({}), config_from_dict({"launch": {"model": str(tmp_path / "none")}})
+    check_checkpoints({"a": good}, print)
+    with pytest.raises(ConfigError, match=f"model b: checkpoint folder {tmp_path}/none does not exist"):
+        check_checkpoints({"a": good, "b": lacking}, print)
