@@ -25,6 +25,7 @@ from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
+    from twinpool.cluster.serve.detached_state import ModelsState
     from twinpool.cluster.serve.models_config import ModelsChange
 
 POLL_S = 0.5
@@ -341,7 +342,7 @@ class ChangedModels:
 
     def _add_and_remove(self) -> None:
         """Order it, and wait until the run's supervisor has done so and routers know. Raises `CommandRefused`."""
-        from twinpool.cluster.serve.detached_state import ModelsOrder, ModelsState
+        from twinpool.cluster.serve.detached_state import ModelsOrder
 
         order = ModelsOrder.of(self._change.added, self._change.removed)
         try:
@@ -355,13 +356,20 @@ class ChangedModels:
             say_of(name, "is being removed")
         for name in order.added:
             say_of(name, "is being added")
-        began = self._operator.clock()
-        while (state := ModelsState.load(self._folder)).carried_out != order.token:
-            if self._operator.clock() - began > self._timeout_s * (1 + len(order.added)):
+        began, max_s = self._operator.clock(), self._timeout_s * (1 + len(order.added))
+        while (state := self._state()).carried_out != order.token:
+            if self._operator.clock() - began > max_s:
                 raise CommandRefused(
-                    f"models are not added and removed within {self._timeout_s * (1 + len(order.added)):g} s; it goes "
-                    f"on: see {state.logs / 'serve.out'}"
+                    f"models are not added and removed within {max_s:g} s; it goes on: see {state.logs / 'serve.out'}"
                 )
             self._operator.sleep(POLL_S)
         if state.trouble:
             raise CommandRefused(state.trouble)
+
+    def _state(self) -> ModelsState:
+        from twinpool.cluster.serve.detached_state import ModelsState
+
+        try:
+            return ModelsState.load(self._folder)
+        except FileNotFoundError:
+            raise CommandRefused("the cluster has been ended meanwhile") from None

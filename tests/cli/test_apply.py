@@ -15,7 +15,7 @@ from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
 from twinpool.cli.operator.apply_command import ApplyCommand, ChangedModels, read_settings
 from twinpool.cli.operator.rolling_restart import OTHERS_S, RollingRestart
-from twinpool.cluster.serve.detached_state import ORDER_FILE, ModelsOrder, ModelsState
+from twinpool.cluster.serve.detached_state import ORDER_FILE, STATE_FILE, ModelsOrder, ModelsState
 from twinpool.cluster.serve.models_config import ModelsChange
 from twinpool.cluster.serve.preflight import ServeOptions
 from twinpool.cluster.serve.security_check import with_absolute_paths
@@ -428,7 +428,9 @@ class ChangingModels:
     def _sleep(self, seconds: float) -> None:
         self._clock.advance(seconds)
         order = ModelsOrder.read(self._place)
-        if order is not None and self._clock.now() >= self._after_s:
+        if self._trouble == "ended":
+            (self._place / STATE_FILE).unlink()
+        elif order is not None and self._clock.now() >= self._after_s:
             self.found.append(order)
             self.state.carried_out, self.state.trouble = order.token, self._trouble
             self.state.save()
@@ -456,7 +458,11 @@ def test_models_come_and_go_before_those_that_stay_are_changed(
 
 @pytest.mark.parametrize(
     ("after_s", "trouble", "words"),
-    [(1.0, "model c is not added: no checkpoint", "model c is not added: no checkpoint"), (1e9, "", "within 60 s")],
+    [
+        (1.0, "model c is not added: no checkpoint", "model c is not added: no checkpoint"),
+        (1e9, "", "within 60 s"),
+        (1e9, "ended", "has been ended meanwhile"),
+    ],
 )
 def test_where_models_can_not_be_changed_those_that_stay_are_not_either(
     tmp_path: Path, after_s: float, trouble: str, words: str
