@@ -195,7 +195,7 @@ class _Links:
 
     def stop(self) -> None:
         os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        self._thread.join(2.0)
         os.close(self._stop)
         for connection, _ in self._watched:
             connection.close()

@@ -163,7 +163,7 @@ def follow(
     try:
         first, left_s = line.next(min(start_s, JOIN_AGAIN_S)), start_s - JOIN_AGAIN_S
         while first is None and left_s > 0:
-            line.join()
+            line.announce()
             first, left_s = line.next(min(left_s, JOIN_AGAIN_S)), left_s - JOIN_AGAIN_S
         if first is None:
             raise PeerDead(f"the leader of this worker did not come within {start_s:g} s")
@@ -462,9 +462,9 @@ class FollowerChannel:
             endpoint, joins = over.endpoint, JoinedRank(process.mine(), self.inbox.endpoint, over.mine)
         self.socket.connect(endpoint)
         self._joins = msgpack.packb(joins)
-        self.join()
+        self.announce()
 
-    def join(self) -> None:
+    def announce(self) -> None:
         """Say that this rank is there, until the leader answers: a cut connection loses it. It is always message 1."""
         self._sent = 0
         self._send(JOIN, self._joins)

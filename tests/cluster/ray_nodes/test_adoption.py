@@ -33,7 +33,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 class Waits(worker_actors.WorkerActor):
-    def run(self):
+    def run(self, leader_at=""):
         self._runs = True
         threading.Event().wait()
     def taken(self):
