@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from twinpool.cluster.processes.process_ids import TIED
-from twinpool.contracts.checkpoint.model_spec import GENERATION_CONFIG
+from twinpool.contracts.checkpoint.model_spec import GENERATION_CONFIG, ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_json
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.python_command import module_command
 
@@ -69,6 +70,13 @@ def find_model(model: str, say: Callable[[str], None], *, any_architecture: bool
             found = fetch_from_hub(name, say, any_architecture=any_architecture)
             return ModelSource(found.path, str(found.name))
     return ModelSource(path.absolute())
+
+
+def read_model(model: str, engine: EngineConfig, say: Callable[[str], None]) -> tuple[ModelSource, ModelSpec]:
+    """Find the model that `--model` names, and read what it is as these settings have it. Raises `CheckpointError` for
+    one that can't be fetched or served."""
+    found = find_model(model, say, any_architecture=engine.models == "transformers")
+    return found, read_model_spec(found.path, engine.context, engine.draft_model)
 
 
 def path_on_this_node(path: Path, name: str, say: Callable[[str], None]) -> Path:

@@ -231,6 +231,19 @@ class NetworkGroup:
                 watched.append((connection, self.links[other]))
         self._watched: _Links | None = _Links(watched)
 
+    @classmethod
+    def met(
+        cls, inbox: RankSocket, rank: int, endpoints: Sequence[str], deadline_s: float, start_s: float
+    ) -> NetworkGroup:
+        """The group once all ranks have been heard. Nothing of it is left where one isn't: `PeerDead`."""
+        group = cls(inbox, rank, endpoints, deadline_s=deadline_s, start_s=start_s)
+        try:
+            group.gather(torch.zeros(1))
+        except BaseException:
+            group.close()
+            raise
+        return group
+
     def _connect(self, endpoint: str) -> tuple[zmq.Socket[bytes], DisconnectWatch]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         socket = context.socket(zmq.DEALER)

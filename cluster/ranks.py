@@ -43,14 +43,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError, PeerDead, WireError
 from twinpool.contracts.messages.rank_order_codec import decode, encode
-from twinpool.contracts.messages.rank_orders import (
-    BeginStep,
-    EndRank,
-    FollowerNotice,
-    FormGroup,
-    Order,
-    StepBegun,
-)
+from twinpool.contracts.messages.rank_orders import BeginStep, EndRank, FollowerNotice, FormGroup, Order, StepBegun
 from twinpool.engine.layers.moe.expert_group import ExpertGroup
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 from twinpool.transfer.net import process_watch as process
@@ -120,12 +113,11 @@ def _over_network(
     place, node = over
     if refused := unlike(node, [(rank, one.at) for rank, one in enumerate(line.joined, 1)]):
         raise ConfigError(refused)
-    inbox = RankSocket(secret, node.host, place.link_timeout_s)
-    endpoints = (inbox.endpoint, *(one.endpoint for one in line.joined))
+    line.inbox = RankSocket(secret, node.host, place.link_timeout_s)
+    endpoints = (line.inbox.endpoint, *(one.endpoint for one in line.joined))
     line.send(FormGroup("", *process.mine(), endpoints))
-    ranks = NetworkGroup(inbox, 0, endpoints, deadline_s=deadline_s, start_s=start_s)
+    ranks = NetworkGroup.met(line.inbox, 0, endpoints, deadline_s, start_s)
     line.watches = dict(ranks.links)
-    ranks.gather(torch.zeros(1))
     return RankGroup(line, ranks)
 
 
@@ -171,8 +163,7 @@ def follow(
         if not isinstance(form, FormGroup):
             raise WireError(f"the first order must be to form a group, it is {type(form).__name__}")
         if line.inbox is not None:
-            group = NetworkGroup(line.inbox, rank, form.endpoints, deadline_s=deadline_s, start_s=start_s)
-            group.gather(torch.zeros(1))
+            group = NetworkGroup.met(line.inbox, rank, form.endpoints, deadline_s, start_s)
             return FollowerRank(line, group, group.links[0])
         try:
             leader = PidfdWatch.open(form.pid, form.started, form.namespace)
@@ -183,8 +174,6 @@ def follow(
         return FollowerRank(line, _group(form.store, rank, size, engine, deadline_s, start_s), leader)
     except BaseException:
         line.close()
-        if line.inbox is not None:
-            line.inbox.close()
         raise
 
 
@@ -298,6 +287,7 @@ class LeaderChannel:
         """`place`: where followers of other hosts come; None: all are on this one."""
         self._size, self._clock, self._deadline_s = size, clock, deadline_s
         self._one_host = place is None
+        self.inbox: RankSocket | None = None  # Where it hears the others within a step; None: all are on this host.
         self.socket = (place or RankSocket(secret)).socket
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.LINGER, 0)
@@ -406,6 +396,8 @@ class LeaderChannel:
 
     def close(self) -> None:
         self.socket.close(linger=0)
+        if self.inbox is not None:
+            self.inbox.close()
         for watch in self.watches.values():
             watch.close()
 
@@ -498,3 +490,5 @@ class FollowerChannel:
 
     def close(self) -> None:
         self.socket.close()
+        if self.inbox is not None:
+            self.inbox.close()

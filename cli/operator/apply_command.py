@@ -286,24 +286,22 @@ def _change_of_models(file: Path, run: RunFile | None) -> tuple[RunFile, ModelsC
 
 
 @dataclass(frozen=True)
-class ChangedModelsPlan:
-    """What is to be done to a run of several models."""
+class ChangedModelsPlan(PlansOfModels):
+    """What is to be done to a run of several models; `plans` are of those that stay."""
 
     change: ModelsChange
-    stay: PlansOfModels
-    """What is to be done to those that stay."""
 
     @property
     def nothing(self) -> bool:
-        return self.stay.nothing and not (self.change.added or self.change.removed)
+        return super().nothing and not (self.change.added or self.change.removed)
 
     def lines(self) -> list[str]:
         found = [f"{name}: is removed once its answers have ended" for name in self.change.removed]
-        return found + [f"{name}: is added" for name in self.change.added] + self.stay.lines()
+        return found + [f"{name}: is added" for name in self.change.added] + super().lines()
 
 
-class ChangedModels:
-    """One run of the command on several models: some go and others come, then each that stays is changed."""
+class ChangedModels(CommandOfModels[ApplyPlan]):
+    """The command on several models: some go and others come, then each that stays is changed."""
 
     def __init__(
         self,
@@ -314,25 +312,22 @@ class ChangedModels:
         timeout_s: float,
     ) -> None:
         """`folder`: of the detached run."""
-        self._commands, self._stay = commands, CommandOfModels(commands)
+        super().__init__(commands)
         self._change, self._folder, self._operator, self._timeout_s = change, folder, operator, timeout_s
 
     def plan(self) -> ChangedModelsPlan:
-        return ChangedModelsPlan(self._change, self._stay.plan())
+        return ChangedModelsPlan(super().plan().plans, self._change)
 
-    def run(self, plan: ChangedModelsPlan) -> float:
-        """Do it; returns the seconds of all."""
+    def _run_each(self) -> float:
         began = self._operator.clock()
         if self._change.added or self._change.removed:
-            for command in self._commands.values():
-                command.check()
             self._add_and_remove()
         seconds = self._operator.clock() - began
-        return seconds + self._stay.run(plan.stay)
+        return seconds + super()._run_each()
 
     def left(self) -> str:
         going_on = "models are added and removed as ordered, without this command; " if self._ordered else ""
-        return going_on + self._stay.left()
+        return going_on + super().left()
 
     @property
     def _ordered(self) -> bool:

@@ -145,10 +145,6 @@ class Controller:
         if row is not None and row.state not in (WorkerState.DEAD, WorkerState.LEFT):
             self._die(row, reason)
 
-    def cordoned(self, node: NodePlace) -> bool:
-        """Whether no worker may be placed on this node."""
-        return self.table.nodes.cordoned(node)
-
     def set_nodes(self, nodes: Iterable[NodePlace]) -> None:
         """Replace the nodes that workers can be placed on. While none are known, no start waits for a node."""
         self.table.nodes.places = tuple(nodes)

@@ -175,10 +175,10 @@ class ClusterRoom(Message, frozen=True):
         still take is taken."""
         role, only, names = more[0].role, more[0].only, [one.name for one in more]
         left = [one for one in self._left(there) if not only or one.room.named(only)]
-        alone = [one for one in left if one.fits(role, names) == len(names)]
-        if not alone and _spread(_copies(left), role, len(names)) == len(names):
-            alone = [one for one in left if one.ranks_left(role)]  # Their ranks fit on several together.
-        return [one.room for one in alone]
+        able = [one for one in left if one.fits(role, names) == len(names)]
+        if not able and _spread(_copies(left), role, len(names)) == len(names):
+            able = [one for one in left if one.ranks_left(role)]  # Ranks fit on several of them together.
+        return [one.room for one in able]
 
     def _left(self, there: Iterable[Occupant]) -> list[_Left]:
         left = [_Left(room) for room in self.nodes]

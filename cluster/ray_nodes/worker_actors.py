@@ -415,7 +415,8 @@ class RayLauncher:
                         log.info("%s has not told its pid: %s", running.started.name, error)
                         process.at = ActorPlacement()
                         continue
-                    self._tell(running)
+                    if process is running or (running.at is not None and process.at.node_id != running.at.node_id):
+                        self._tell(running)
 
     def _kill(self, running: RunningWorker) -> None:
         _end(running)

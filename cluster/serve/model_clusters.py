@@ -224,8 +224,8 @@ class ModelClusters:
         if any(name in self.services for name in order.removed):
             return False
         fresh = [name for name in order.added if name not in self.services and name not in self._failed]
-        for name in fresh:
-            self._add(name, order.added[name], len(fresh))
+        if fresh:
+            self._add({name: order.added[name] for name in fresh})
         starting = [name for name in order.added if self._starts(name)]
         for name in starting:
             if (how := self.services[name].ended()) is not None:
@@ -248,20 +248,24 @@ class ModelClusters:
         added = self._order is not None and name in self._order.added and name in self.services
         return added and self.services[name].shared.told() is None
 
-    def _add(self, name: str, tree: Mapping[str, Any], count: int) -> None:
-        """Start a model; it plans with what memory is free now, as one of `count` that are added."""
-        assert self._state is not None
-        try:
-            self._state.configs[name] = config_from_dict(tree)
-        except ConfigError as error:  # Another build has given the order.
-            self._fail(name, str(error))
-            return
-        self._context.report(f"model {name} is added")
-        self._state.folders[name] = new_folder(within=self._state.folder)
-        self._first_card(name)
-        self._write_settings(name)
-        self._state.save()
-        self._begin(name, free_bytes() // count)
+    def _add(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        """Start models, by name and configuration; each plans with an equal part of what memory is free now."""
+        state = self._state
+        assert state is not None
+        for name, tree in models.items():
+            try:
+                state.configs[name] = config_from_dict(tree)
+            except ConfigError as error:  # Another build has given the order.
+                self._fail(name, str(error))
+                continue
+            state.folders[name] = new_folder(within=state.folder)
+            self._first_card(name)
+            self._write_settings(name)
+        state.save()
+        free = free_bytes() // len(models)
+        for name in [name for name in models if name not in self._failed]:
+            self._context.report(f"model {name} is added")
+            self._begin(name, free)
 
     def _fail(self, name: str, why: str) -> None:
         self._failed[name] = why

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinpool.cluster.models import find_model
+from twinpool.cluster.models import read_model
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.serve.preflight import ServeOptions, check_flags, with_settings
 from twinpool.cluster.serve.security_check import absolute_paths, check_security, with_absolute_paths
 from twinpool.cluster.serve.terminal import url_of
-from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.ledger_place import NAME, on_server
 from twinpool.contracts.config.load_config import assign, config_from_dict, read_config_file
@@ -142,10 +141,8 @@ def check_checkpoints(models: Mapping[str, Config], say: Callable[[str], None]) 
     """Look at the models' checkpoints, which are fetched where they have to be; `say` is told what is. Raises
     `ConfigError`, naming the model that can't be served."""
     for name, config in models.items():
-        engine = config.engine
         try:
-            found = find_model(config.launch.model, say, any_architecture=engine.models == "transformers")
-            read_model_spec(found.path, engine.context, engine.draft_model)
+            read_model(config.launch.model, config.engine, say)
         except TwinpoolError as error:
             raise ConfigError(f"model {name}: {error}") from None
 
@@ -153,7 +150,7 @@ def check_checkpoints(models: Mapping[str, Config], say: Callable[[str], None]) 
 def _from_anywhere(config: Config) -> Config:
     """The configuration with absolute paths: who reads it may be in another folder."""
     config = with_absolute_paths(config)
-    model = Path(config.launch.model)
+    model = Path(config.launch.model).expanduser()
     if not model.exists():  # A name, or found missing by who starts it.
         return config
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, model=str(model.absolute())))

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts, NodeShare, apart, cards_of, measured
-from twinpool.cluster.models import DEMO_NAME, find_model
+from twinpool.cluster.models import DEMO_NAME, read_model
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.serve.security_check import check_security, with_absolute_paths
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
-from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, served_as
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig, PoolsConfig, section_of, uneven
 from twinpool.contracts.config.load_config import load_config
@@ -181,8 +181,7 @@ def prepare(
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
     free_port(options.host, options.port)  # Before anything is fetched.
-    found = find_model(options.model, say, any_architecture=config.engine.models == "transformers")
-    read = read_model_spec(found.path, config.engine.context, config.engine.draft_model)
+    found, read = read_model(options.model, config.engine, say)
     spec = served_as(read, config.router.served_model_name)
     for warning in spec.warnings:
         say(warning)

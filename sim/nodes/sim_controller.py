@@ -192,7 +192,7 @@ class SimControl:
             grant = self.core.register(record)
             if not grant.fenced:
                 self.since.setdefault(record.weights_number, self.world.agenda.now())
-            if not grant.fenced and self.core.cordoned(NodePlace(record.node_id, record.node)):
+            if not grant.fenced and self.core.table.nodes.cordoned(NodePlace(record.node_id, record.node)):
                 self.world.violated(f"{worker} may serve on {record.node}, which is cordoned")
             return grant
 

@@ -500,7 +500,7 @@ def test_a_node_that_ray_has_taken_away_is_uncordoned_under_whichever_name() -> 
     nodes.core.pools.cordon("b")
     nodes.core.set_nodes([nodes.places["a"]])
     nodes.core.pools.uncordon("b-0123456789")
-    assert not nodes.core.cordoned(nodes.places["b"])
+    assert not nodes.core.table.nodes.cordoned(nodes.places["b"])
 
 
 def test_an_undrained_node_gets_back_those_that_left_it() -> None:

@@ -389,7 +389,7 @@ def test_one_that_dies_before_it_has_heard_that_it_is_to_leave_has_left(how: str
     company.settle()
     assert [start.name for start in company.starts[before:]] == []
     core.pools.undrain(name)
-    if core.cordoned(A):
+    if core.table.nodes.cordoned(A):
         core.pools.uncordon("a")
     company.settle()
     assert name in company.serving, "an operator has it back"

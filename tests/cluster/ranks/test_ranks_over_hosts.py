@@ -315,3 +315,12 @@ def test_a_follower_ends_when_its_leader_can_not_be_reached(apart: tuple[RankGro
     group.line.close()
     follower.join(WAIT_S)
     assert follower.exitcode == 3
+
+
+def test_ranks_that_do_not_meet_leave_no_socket() -> None:
+    inbox = RankSocket("ab" * 16, "127.0.0.1", 5.0)
+    silent = RankSocket("ab" * 16, "127.0.0.1", 5.0)
+    with pytest.raises(PeerDead, match="rank 1 of this worker was silent"):
+        NetworkGroup.met(inbox, 0, (inbox.endpoint, silent.endpoint), 0.05, 0.05)
+    assert inbox.socket.closed
+    silent.close()

@@ -112,5 +112,6 @@ def test_rays_private_names_that_are_used_take_what_they_are_given() -> None:
 
     assert "dashboard_agent_listen_port" in inspect.signature(RayParams).parameters
     assert not set(inspect.signature(ray._private.state.state.get_draining_nodes).parameters) - {"self"}
+    assert not inspect.signature(ray._private.state.available_resources_per_node).parameters
     store = vars(ray._raylet)["GcsClient"]
     assert callable(store)  # It hands all names on to a client of Ray's own, which a whole cluster's tests ask.
