@@ -9,6 +9,7 @@ no cluster, 130 after a Ctrl-C that came before a command had done its work.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _parsed_and_run(arguments: Sequence[str]) -> int:
+    from twinpool.contracts.python_command import COLLECT_AFTER
+
+    gc.set_threshold(*COLLECT_AFTER)
     from twinpool.cli.command_line import parser
 
     return run(parser().parse_args(arguments))

@@ -24,6 +24,7 @@ from httpx._transports import default as httpx_transports
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.thorough_marks import LISTS, mark_by_lists, mark_later_parameters, stale_patterns
+from twinpool.contracts.python_command import COLLECT_AFTER
 
 # An example may take as long as a busy machine makes it: what is too slow is `timeout`'s to say.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -47,6 +48,7 @@ def pytest_configure() -> None:
 
     os._exit = told
     share_trust()
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def share_trust() -> None:

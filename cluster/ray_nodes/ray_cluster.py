@@ -52,6 +52,7 @@ MEASURE_TIMEOUT_S = 60.0
 
 log = logging.getLogger("twinpool.ray")
 
+_WITH_DASHBOARD = "--include-dashboard=true"
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -129,7 +130,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     _own_environment(folder)
     import ray
 
-    with _parts_of_one_machine(), apart_from_terminal():
+    with _parts_of_one_machine(), _dashboard_if(dashboard), apart_from_terminal():
         context = ray.init(
             address="local",
             _node_ip_address=LOOPBACK,
@@ -161,12 +162,12 @@ def start_kept_ray(
     if tables is not None:
         tables.forget()  # Those of one that died have nothing that runs.
     command = [
-        *module_command("ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        *module_command(__name__, "start", "--head", f"--port={port}"),
         *(f"--node-ip-address={LOOPBACK}", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0"),
         *("--no-monitor", "--include-log-monitor=false"),  # As in `_parts_of_one_machine`.
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-gpus=0", "--disable-usage-stats"),
         f"--resources={json.dumps(dict.fromkeys(RESOURCES.values(), OWN_SLOTS))}",
-        f"--include-dashboard={str(dashboard).lower()}",
+        _WITH_DASHBOARD if dashboard else "--include-dashboard=false",
         *(tables.options if tables is not None else ()),
     ]
     ended = subprocess.run(
@@ -292,6 +293,23 @@ def _parts_of_one_machine() -> Iterator[None]:
         yield
     finally:
         RayParams.__init__ = plain
+
+
+@contextlib.contextmanager
+def _dashboard_if(wanted: bool) -> Iterator[None]:
+    """Have Ray start its dashboard's server within this context if it is `wanted`. Ray would start it all the same, to
+    count its users, and a node agent that serves it: two seconds of a processor, and 150 MB."""
+    from ray._private import utils  # noqa: PLC2701  (Ray has no public names for these)
+    from ray._private.node import Node  # noqa: PLC2701
+
+    plain = Node.start_api_server, utils.get_dashboard_dependency_error
+    if not wanted:
+        Node.start_api_server = lambda *_, **__: None
+        utils.get_dashboard_dependency_error = lambda: ImportError("not wanted")  # As where it isn't installed.
+    try:
+        yield
+    finally:
+        Node.start_api_server, utils.get_dashboard_dependency_error = plain
 
 
 @contextlib.contextmanager
@@ -439,3 +457,15 @@ def _importable_by_workers() -> None:
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+
+
+def _start_kept() -> None:
+    """``ray start`` with this process's arguments (`start_kept_ray`)."""
+    from ray.scripts.scripts import main
+
+    with _dashboard_if(_WITH_DASHBOARD in sys.argv):
+        main()
+
+
+if __name__ == "__main__":
+    _start_kept()

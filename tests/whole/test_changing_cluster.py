@@ -15,7 +15,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "cache": {"device_tokens": 8192},
     "prefill": {"chunk_tokens": 128},
     "cluster": {"lease_s": 8},
-    "faults": {"step_delay_s": 0.004},
+    "faults": {"step_delay_s": 0.02},  # So that the load leaves time to the processes that start.
 }
 
 

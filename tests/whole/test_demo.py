@@ -130,7 +130,7 @@ def test_the_demo_takes_at_most_two_gigabytes(demo: Serving) -> None:
 def test_of_rays_processes_none_runs_that_nobody_asks(demo: Serving) -> None:
     lines = [" ".join(process.cmdline()) for process in family(demo.process)]
     assert any("raylet" in line for line in lines)
-    assert not [line for line in lines if "monitor.py" in line]
+    assert not [line for line in lines if "monitor.py" in line or "dashboard.py" in line]
 
 
 @pytest.mark.slow

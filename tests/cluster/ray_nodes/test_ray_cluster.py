@@ -108,8 +108,13 @@ def test_rays_private_names_that_are_used_take_what_they_are_given() -> None:
     """Where another Ray has moved one, this says so instead of a cluster that doesn't start, or is never drained."""
     import ray._private.state
     import ray._raylet
+    from ray._private import services, utils
+    from ray._private.node import Node
     from ray._private.parameter import RayParams
 
+    assert set(inspect.signature(Node.start_api_server).parameters) == {"self", "include_dashboard", "raise_on_failure"}
+    assert not inspect.signature(utils.get_dashboard_dependency_error).parameters
+    assert "ray._private.utils.get_dashboard_dependency_error()" in inspect.getsource(services.start_raylet)
     assert "dashboard_agent_listen_port" in inspect.signature(RayParams).parameters
     assert not set(inspect.signature(ray._private.state.state.get_draining_nodes).parameters) - {"self"}
     assert not inspect.signature(ray._private.state.available_resources_per_node).parameters
