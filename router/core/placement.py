@@ -51,8 +51,6 @@ from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TtftPrediction
 from twinpool.router.state.worker_table import GONE, WorkerEntry, WorkerKey, WorkerTable
 
-"""Why a worker can't be chosen for a request that asks for one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Considered:
@@ -138,16 +136,17 @@ others before one of them gets it, and reads the adapter's files first."""
 
 def needed_of(r: RoutedRequest) -> tuple[int, str]:
     """The version of streams since which workers know all that a request asks for, and what came with it; 0: all do."""
-    if r.sampling.routed_experts:
-        return ROUTED_SINCE, "return_routed_experts"
+    needed = [(PICTURES_SINCE, "images") if r.pictures else (0, "")]
+    if any(picture.across or picture.whole for picture in r.pictures):
+        needed.append((PLACES_SINCE, "images of this model"))
+    if r.sampling.adapter is not None:
+        needed.append((ADAPTERS_SINCE, "adapters"))
     if r.sampling.pooling:
         known = {"last": (EMBEDDINGS_SINCE, "embeddings"), JUDGED: (JUDGED_SINCE, "rerankers")}
-        return known.get(r.sampling.pooling, (POOLINGS_SINCE, f"this model's pooling, {r.sampling.pooling}"))
-    if r.sampling.adapter is not None:
-        return ADAPTERS_SINCE, "adapters"
-    if any(picture.across or picture.whole for picture in r.pictures):
-        return PLACES_SINCE, "images of this model"
-    return (PICTURES_SINCE, "images") if r.pictures else (0, "")
+        needed.append(known.get(r.sampling.pooling, (POOLINGS_SINCE, f"this model's pooling, {r.sampling.pooling}")))
+    if r.sampling.routed_experts:
+        needed.append((ROUTED_SINCE, "return_routed_experts"))
+    return max(needed)
 
 
 def holding_adapter(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:

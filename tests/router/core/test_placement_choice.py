@@ -13,7 +13,8 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
+from twinpool.contracts.sampling_params import JUDGED, AdapterRef
 from twinpool.router.core.placement import LOAD_OF_LOADING
 from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.kv_indexer.prefix_indexes import PromptHits
@@ -130,6 +131,37 @@ def test_a_picture_whose_positions_are_turned_goes_to_who_knows_of_that(role: Ro
     assert {on.requests[rid].workers[role] for rid in rids} == {f"{role}-1"}
 
 
+ADAPTER = AdapterRef("a", "digest", "/a")
+
+
+@pytest.mark.parametrize(
+    ("asked", "places", "build"),
+    [
+        ({"max_tokens": 0, "pooling": "last", "adapter": ADAPTER}, {}, 4),
+        ({"max_tokens": 0, "pooling": JUDGED, "adapter": ADAPTER}, {}, 6),
+        ({"max_tokens": 0, "pooling": "mean", "adapter": ADAPTER}, {}, 8),
+        ({"routed_experts": True, "adapter": ADAPTER}, {}, 9),
+        ({"routed_experts": True}, {"across": 1}, 9),
+        ({"adapter": ADAPTER}, {"across": 1}, 5),
+        ({"adapter": ADAPTER}, {"whole": True}, 4),
+    ],
+)
+def test_a_request_goes_to_builds_that_know_all_that_it_asks_for(
+    asked: dict[str, Any], places: dict[str, Any], build: int
+) -> None:
+    """`build`: the last version of streams that knows one of the two things, and not the other."""
+    on = Stage(2, 2, worker_wait_s=5.0)
+    for name, worker in on.cluster.workers.items():
+        worker.stream = "here:1"
+        worker.stream_protocol = build if name.endswith("-0") else STREAM_PROTOCOL
+    on.view()
+    for _ in range(6):
+        request = on.request(**asked)
+        request.pictures = (Picture(9, 8, 8, 1, bytes(192), **places),) if places else ()
+        rid = on.take(request)
+        assert {"prefill-1"} <= set(on.requests[rid].workers.values()) <= {"prefill-1", "decode-1"}
+
+
 def test_a_pair_whose_hand_over_failed_is_not_tried_again_while_there_is_another() -> None:
     """Though the decode worker, which wasn't at fault, has the least to do."""
     on = Stage(1, 2)
@@ -218,7 +250,7 @@ def test_a_request_goes_where_its_adapter_is_in_memory_while_that_worker_has_lit
     for entry in on.core.workers:
         held = ("digest",) if entry.record.name == "decode-1" else ("another",)
         entry.status = replace(entry.status, adapters=held)
-    asked = [on.submit(adapter=AdapterRef("a", "digest", "/a")) for _ in range(LOAD_OF_LOADING[DECODE] + 2)]
+    asked = [on.submit(adapter=ADAPTER) for _ in range(LOAD_OF_LOADING[DECODE] + 2)]
     *near, last = [latest(on, rid, DECODE).chosen for rid in asked]
     assert near == ["decode-1"] * len(near)
     assert last == "decode-0", "reading it is quicker by now"
