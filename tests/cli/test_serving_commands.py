@@ -4,15 +4,20 @@ what is said."""
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import POLL_S, CommandRefused, RouterAway
 from twinpool.cli.operator import pool_commands
+from twinpool.cli.operator.push_weights import push_weights
 
 PARSER = command_line.parser()
 
@@ -202,3 +207,60 @@ def test_what_the_controller_refuses_is_told(operator: Operator, capsys: pytest.
     assert "the cluster sleeps" in capsys.readouterr().err
     assert twinpool("weights", "update") == 2
     assert not operator.ordered
+
+
+# ---------------------------------------------------------------- weights that are pushed
+
+
+class Router(BaseHTTPRequestHandler):
+    """A router that takes all that is pushed."""
+
+    taken: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        self.taken.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def pushed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a router gets of these tensors."""
+    Router.taken.clear()
+    with HTTPServer(("127.0.0.1", 0), Router) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        push_weights(f"http://127.0.0.1:{server.server_port}", tensors)
+        thread.join()
+    (body,) = Router.taken
+    told: dict[str, torch.Tensor] = load(body)
+    return told
+
+
+def test_of_several_names_of_one_tensor_the_first_is_pushed() -> None:
+    weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    told = pushed({"embedding": weight, "head": weight, "again": weight.view(3, 4)})
+    assert list(told) == ["embedding"]
+    assert torch.equal(told["embedding"], weight)
+
+
+@pytest.mark.parametrize("name", ["first rows", "whole in another shape", "turned", "other numbers", "empty"])
+def test_tensors_that_begin_at_one_address_and_are_others_are_all_pushed(name: str) -> None:
+    """An embedding that is padded, and its first rows; a fused weight and its first part."""
+    weight = torch.arange(16, dtype=torch.int32).reshape(4, 4)
+    other = {
+        "first rows": weight[:3],
+        "whole in another shape": weight.view(2, 8),
+        "turned": weight.T,
+        "other numbers": weight.view(torch.float32),
+        "empty": weight[:0],
+    }[name]
+    for tensors in ({"a": weight, "b": other}, {"a": other, "b": weight}):
+        told = pushed(tensors)
+        assert {key: (one.dtype, one.tolist()) for key, one in told.items()} == {
+            key: (one.dtype, one.tolist()) for key, one in tensors.items()
+        }

@@ -98,6 +98,24 @@ def test_the_policy_says_which_leaf_goes_first(policy: str, left: list[str]) -> 
     assert grove.left() == left
 
 
+@pytest.mark.parametrize("first", [9, -1])
+@pytest.mark.parametrize("shared", [A, A[:2]], ids=["whole", "half"])
+def test_what_requests_share_has_the_priority_of_the_highest_of_them(shared: list[int], first: int) -> None:
+    """Whichever comes first, and also where a node is cut in two for the other."""
+    grove, other = Grove(policy="priority"), [*shared, 7, 7]
+    grove.put(A, priority=first)
+    lock = grove.tree.lock(grove.tree.match(TokenPrefix.of(A, PAGE_TOKENS)), "a request")
+    assert grove.evict(100) == 0, "while it runs its pages are out of the line of what may go"
+    grove.put(other, priority=8 - first)
+    grove.put(B, priority=5)
+    grove.put(C, priority=6)
+    grove.tree.locks.unlock(lock)
+    for tokens in (A, other):
+        grove.tree.invalidate(TokenPrefix.of(tokens, PAGE_TOKENS), len(shared) // 2)
+    assert grove.evict(4) == 4
+    assert (grove.depth(B), grove.depth(C), grove.depth(shared)) == (0, 0, len(shared) // 2)
+
+
 def test_what_was_hit_twice_outlives_what_was_seen_once_however_lately() -> None:
     grove = Grove(policy="slru")
     for tokens in (A, B, C):

@@ -58,13 +58,14 @@ class Office:
         name: str = "",
         model: str = "m",
         batch: int = 32,
+        pools: str = "full",
     ) -> None:
-        spec = pool_sets(PAGE_TOKENS)["full"]
+        spec = pool_sets(PAGE_TOKENS)[pools]
         self.clock = ManualClock()
         self.backend = MemoryBackend(name or uuid.uuid4().hex, 1 << 30)
         self.queue = ShortLine(self.backend, line)
-        self.pools = worn(PoolSet(spec, {"full": pages}), "device")
-        self.host = worn(PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host"), "host")
+        self.pools = worn(PoolSet(spec, spec.even(pages)), "device")
+        self.host = worn(PoolSet(spec, spec.even(host), order=LayoutOrder.PAGE_FIRST, tier="host"), "host")
         prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
         config = CacheConfig(write_policy="through", prefetch=prefetch)
         self.manager = KVCacheManager(
@@ -92,9 +93,9 @@ class Office:
             self.manager.poll()
             assert self.manager.check() == []
 
-    def stored(self, prefix: TokenPrefix) -> list[int]:
+    def stored(self, prefix: TokenPrefix, pool: str = "full") -> list[int]:
         """The page numbers of `prefix` that storage has."""
-        names = [ObjectName("m", "full", prefix.key(page)) for page in range(len(prefix))]
+        names = [ObjectName("m", pool, prefix.key(page)) for page in range(len(prefix))]
         return [page for page, there in enumerate(self.backend.exists(names)) if there]
 
     def found(self, tokens: Sequence[int]) -> int:
@@ -174,6 +175,28 @@ def test_what_storage_refuses_is_offered_again_later_and_later_and_then_is_there
     office.queue.fault = None
     office.work(70)
     assert office.stored(prompt) == [0, 1, 2]
+
+
+def test_a_windows_page_that_storage_refuses_is_not_taken_for_stored_by_the_full_page_of_its_number() -> None:
+    office, last = Office(pools="full+window"), 19
+
+    def fault(op: StorageOp, name: ObjectName) -> str | None:
+        refused = op is StorageOp.WRITE and name.pool == "window" and name.chain == prefix.key(last)
+        return "io" if refused else None
+
+    prefix = TokenPrefix.of(range(2 * last + 2), PAGE_TOKENS)
+    office.queue.fault = fault
+    office.ask(range(2 * last + 2))
+    office.work(20)
+    assert office.stored(prefix) == list(range(last + 1))
+    assert office.stored(prefix, "window") == list(range(last))
+    said = office.manager.stats()
+    assert (said["pages_stored"], said["stores_waiting"]) == (2 * last + 1, 1)
+    office.queue.fault = None
+    office.clock.advance(3600.0)
+    office.work(2)
+    assert office.stored(prefix, "window") == list(range(last + 1))
+    assert office.manager.stats()["stores_waiting"] == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from twinpool.cluster.autoscaling.load_window import MeasuredLoad, Outcomes, PoolState
-from twinpool.cluster.autoscaling.pool_damping import ChangeRole, PoolDamping, RoleBalance, ShrinkPool, SizingRules
+from twinpool.cluster.autoscaling.pool_damping import (
+    ChangeRole,
+    GrowPool,
+    PoolDamping,
+    RoleBalance,
+    ShrinkPool,
+    SizingRules,
+)
 from twinpool.cluster.autoscaling.pool_need import PoolNeed
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig, PoolBounds
 from twinpool.contracts.ids import PAIR, Role
@@ -211,6 +218,19 @@ def test_a_pause_after_a_failure_counts_once_for_what_was_begun_before_it() -> N
     damping.started()
     assert not damping.backs_off(31.0)
     assert [damping.failed(100.0), damping.failed(130.0)] == [30.0, 60.0], "failures before a success are over"
+
+
+@pytest.mark.parametrize(("most", "grown"), [(6, []), (7, [1]), (8, [2]), (9, [3]), (10, [3, 1]), (14, [3, 3])])
+def test_pools_that_grow_at_once_share_the_room_that_both_have_together(most: int, grown: list[int]) -> None:
+    """The pool that is shorter of what it needs comes first; a step is three workers."""
+    rules = SizingRules(replace(CONFIG, max_workers=most), 16)
+    pools = {role: PoolState(role, ready=3) for role in PAIR}
+    short = replace(QUEUE, used_pages=3000, running=300, granted=30, lacking=3000.0, ungranted=900, lacked=True)
+    changes = [change for at in (0.0, 5.0) for change in rules.decide(at, pools, short)]
+    assert rules.needs[Role.DECODE].workers > rules.needs[Role.PREFILL].workers > 6.0, "both need a step"
+    assert [(change.role, change.count) for change in changes if isinstance(change, GrowPool)] == list(
+        zip((Role.DECODE, Role.PREFILL), grown, strict=False)
+    )
 
 
 # ---------------------------------------------------------------- roles

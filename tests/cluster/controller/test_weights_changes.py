@@ -427,6 +427,20 @@ def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
     assert set(pools.numbers.values()) == {2}
 
 
+def test_a_part_of_weights_is_put_onto_those_alone_that_it_was_made_for() -> None:
+    pools = Pools(1, 1)
+    pools.core.pools.make(replace(NEW, onto=0))
+    pools.settle()
+    assert set(pools.numbers.values()) == {1}
+    part = UpdateWeights("/weights/part", "part")
+    for number in (0, 2):
+        with pytest.raises(ConfigError, match="push them again"):
+            pools.core.pools.make(replace(part, onto=number))
+    pools.core.pools.make(replace(part, onto=1))
+    pools.settle()
+    assert set(pools.numbers.values()) == {2}
+
+
 def test_weights_without_a_name_are_named_by_their_files() -> None:
     pools = Pools(1, 1)
     for number, letter in enumerate("ab", 1):

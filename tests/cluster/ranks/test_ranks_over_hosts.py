@@ -23,7 +23,16 @@ from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.worker_pair import pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.cluster.assembly.build_parts import check_weights
-from twinpool.cluster.rank_links import ANSWER, JOIN, DeathWatch, LeaderPlace, NetworkGroup, NodeOfRank, RankSocket
+from twinpool.cluster.rank_links import (
+    ANSWER,
+    JOIN,
+    DeathWatch,
+    LeaderPlace,
+    NetworkGroup,
+    NodeOfRank,
+    RankSocket,
+    unlike,
+)
 from twinpool.cluster.ranks import FollowerChannel, LeaderChannel, RankGroup, follow, lead
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.worker_config import EngineConfig
@@ -233,6 +242,19 @@ def test_ranks_of_unlike_nodes_are_no_worker(there: NodeOfRank, said: str) -> No
             lead(secret, 2, SystemClock(), EngineConfig(), over=(place, node(0)), **times)
         with pytest.raises(PeerDead, match="did not come"):
             following.result()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("changed", "said"), [({"computes": "avx512"}, "computes with avx512"), ({"sizes": "kv 5"}, "kv 5 there")]
+)
+def test_every_rank_is_compared_with_the_first(rank: int, changed: dict[str, str], said: str) -> None:
+    alike = [node(0), node(1), node(2)]
+    assert unlike(alike[0], list(enumerate(alike[1:], 1))) == ""
+    alike[rank] = node(rank, **changed)
+    found = unlike(alike[0], list(enumerate(alike[1:], 1)))
+    assert found.startswith(f"rank {rank} on host{rank} ")
+    assert said in found
 
 
 def test_ranks_that_have_read_other_files_are_no_worker() -> None:

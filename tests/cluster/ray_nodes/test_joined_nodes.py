@@ -38,6 +38,8 @@ class Ray:
     nodes_alive: list[str] = field(default_factory=lambda: ["old"])
     runs: list[Any] = field(default_factory=list)
     """The shares with which each `run` was called."""
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    """The name and incarnation of each worker that was told to run."""
     killed: list[str] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     """Nodes on which agents were started."""
@@ -63,6 +65,7 @@ class Ray:
 
         def run(by_node: Any = None) -> str:
             self.runs.append(by_node)
+            self.begun.append((plan.name, plan.incarnation))
             try:
                 (plan if by_node is None else replace(plan, by_node=by_node)).on(self.place)
             except NodeUnmeasured as error:
@@ -136,6 +139,28 @@ def test_a_worker_on_a_node_that_can_not_be_measured_ends_once(monkeypatch: pyte
     assert [(one.name, "was not measured" in one.reason) for one in ended] == [("decode-2", True)]
     assert len(ray.runs) == 2
     assert it.made.running() == []
+
+
+@pytest.mark.slow
+def test_a_start_that_was_given_up_is_none_of_those_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that share their experts begin once all of them are asked for."""
+    from twinpool.cluster.ray_nodes import worker_actor
+
+    ray = Ray(place="old")
+    it = launcher(monkeypatch, ray, {}).made
+    monkeypatch.setattr(worker_actor, "placement_group", lambda bundles, **_: f"{len(bundles)} places")
+    plan = replace(PLAN, config=replace(Config(), decode=replace(Config().decode, dp=2)))
+    it.start(plan)
+    it.start(replace(plan, name=WorkerName("decode-1")))
+    it.kill(plan.name, Incarnation(2), 0, "")
+    assert it.running() == [("decode-2", 1), ("decode-1", 1)], "they are of two groups, and another start was given up"
+    it.kill(plan.name, plan.incarnation, 0, "")
+    assert it.running() == [("decode-1", 1)]
+    it.start(replace(plan, incarnation=Incarnation(2)))
+    assert ray.begun == []
+    it.start(replace(plan, name=WorkerName("decode-3")))
+    assert ray.begun == [("decode-2", 2), ("decode-3", 1)]
+    assert it.running() == [("decode-1", 1), ("decode-2", 2), ("decode-3", 1)]
 
 
 @pytest.mark.slow

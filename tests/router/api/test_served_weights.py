@@ -15,7 +15,12 @@ import pytest
 from msgspec.structs import replace
 
 from twinpool.contracts.checkpoint.pushed_weights import PushedFolders
-from twinpool.contracts.checkpoint.safetensors_headers import file_header, read_file_headers
+from twinpool.contracts.checkpoint.safetensors_headers import (
+    digest_files,
+    file_header,
+    read_file_headers,
+    read_headers,
+)
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.messages.cluster_view import ServedWeights
@@ -384,3 +389,31 @@ async def test_pushed_weights_go_where_their_change_is_refused_and_stay_where_it
     partial = {"path": str(tmp_path / "new"), "partial": True}
     assert (await Call(cluster, admin_models.update_weights, partial).answer())[0] == 409
     assert cluster.asked == [], "nothing is ordered"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("meanwhile", ["digest_files", "complete"])
+async def test_a_part_of_the_weights_is_put_onto_those_whose_tensors_it_was_completed_with(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """However they change while the files are read and written."""
+    before, folder = tmp_path / "before", tmp_path / f"pushed-{1:016x}"
+    for made, names in ((before, "ab"), (folder, "a")):
+        made.mkdir()
+        head = file_header([(name, "F32", (2,), 8) for name in names])
+        (made / "model.safetensors").write_bytes(head + bytes(8 * len(names)))
+    present = cluster.service.spec.headers = read_headers(before)
+    cluster.served = ServedWeights(WeightsVersion(4, "four", str(before), digest_files(present)))
+    work = getattr(serving_changes, meanwhile)
+
+    def changes(*given: Any) -> Any:
+        cluster.served = ServedWeights(WeightsVersion(5, "five", str(tmp_path / "new")))
+        return work(*given)
+
+    monkeypatch.setattr(serving_changes, meanwhile, changes)
+    asked = {"path": str(folder), "partial": True, "wait": False}
+    assert (await Call(cluster, admin_models.update_weights, asked).answer())[0] == 202
+    (change,) = cluster.asked
+    assert isinstance(change, UpdateWeights)
+    assert change.onto == 4
+    assert read_headers(folder).keys() == {"a", "b"}

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from tests.router.http_server import DEMO, demo_spec
-from twinpool.contracts.checkpoint.model_spec import Pooling
+from twinpool.contracts.checkpoint.model_spec import DenseModule, Pooling
 from twinpool.contracts.compact_json import joined
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
@@ -116,6 +117,15 @@ def test_vectors_are_normalised_as_the_checkpoint_says_and_scores_always(normali
     want = [0.6, 0.8] if normalise else [3.0, 4.0]
     assert [one["embedding"] for one in told["data"]] == [pytest.approx(want)] * 2
     assert [one["index"] for one in told["data"]] == [0, 1]
+
+
+@pytest.mark.parametrize("sizes", [(192, 768, 192), (192, 96, 48), (192, 768)])
+def test_dimensions_are_at_most_what_the_last_dense_module_gives(sizes: tuple[int, ...]) -> None:
+    dense = tuple(DenseModule({}, given, made, bias=False, tanh=False) for given, made in pairwise(sizes))
+    pooling, body = Pooling("mean", dense=dense), {"input": "a", "dimensions": sizes[-1]}
+    assert read_embeddings(body, SPEC, pooling).embedding is not None
+    with pytest.raises(RequestError, match=f"is above the {sizes[-1]} that the model has"):
+        read_embeddings({**body, "dimensions": sizes[-1] + 1}, SPEC, pooling)
 
 
 def test_a_dimension_may_be_the_models_own_and_entries_as_many_as_the_bound() -> None:
