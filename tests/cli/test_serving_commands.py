@@ -3,11 +3,17 @@ what is said."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import tempfile
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import TCPServer
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import torch
@@ -215,10 +221,12 @@ def test_what_the_controller_refuses_is_told(operator: Operator, capsys: pytest.
 class Router(BaseHTTPRequestHandler):
     """A router that takes all that is pushed."""
 
-    taken: ClassVar[list[bytes]] = []
+    asked: ClassVar[list[tuple[str, dict[str, str], bytes]]] = []
+    """The path, the headers and the body of each request."""
 
     def do_POST(self) -> None:
-        self.taken.append(self.rfile.read(int(self.headers["content-length"])))
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
         self.send_response(200)
         self.send_header("content-length", "2")
         self.end_headers()
@@ -228,17 +236,53 @@ class Router(BaseHTTPRequestHandler):
         pass
 
 
-def pushed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a router gets of these tensors."""
-    Router.taken.clear()
-    with HTTPServer(("127.0.0.1", 0), Router) as server:
+def push(tensors: dict[str, torch.Tensor], path: str = "", **options: Any) -> tuple[Any, Any, bytes]:
+    """What a router is asked: the parts of the URL, the headers and the body."""
+    Router.asked.clear()
+    with TCPServer(("127.0.0.1", 0), Router) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        push_weights(f"http://127.0.0.1:{server.server_port}", tensors)
+        push_weights(f"http://127.0.0.1:{server.server_address[1]}{path}", tensors, **options)
         thread.join()
-    (body,) = Router.taken
-    told: dict[str, torch.Tensor] = load(body)
+    ((url, headers, body),) = Router.asked
+    return urlsplit(url), headers, body
+
+
+def pushed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a router gets of these tensors."""
+    told: dict[str, torch.Tensor] = load(push(tensors)[-1])
     return told
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, {"wait": True}),
+        ({"version": "v1", "partial": True}, {"wait": True, "version": "v1", "partial": True}),
+        ({"wait": False, "wait_s": 0.0}, {"wait": False, "wait_s": 0.0}),
+        ({"rolling": True, "wait_s": 2.5}, {"wait": True, "rolling": True, "wait_s": 2.5}),
+    ],
+)
+@pytest.mark.parametrize(("model", "key"), [("", ""), ("a/b c", "secret")])
+def test_a_push_says_what_it_was_told_to_over_http_as_by_shared_memory(
+    options: dict[str, Any], said: dict[str, Any], model: str, key: str
+) -> None:
+    tensors = {"a": torch.arange(270_000, dtype=torch.float32), "b": torch.tensor(7.0).bfloat16()}
+    more = {**options, "model": model, "api_key": key}
+    url, headers, body = push(tensors, path="/pool/v1/", **more)
+    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+    assert (url.path, headers["content-digest"]) == ("/pool/v1/weights/push", f"sha-256=:{digest}:")
+    words = {name: json.dumps(value).strip('"') for name, value in said.items()}
+    assert dict(parse_qsl(url.query)) == words | ({"model": model} if model else {})
+    assert all(torch.equal(one, tensors[name]) for name, one in load(body).items())
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        shared, others, order = push(tensors, path="/pool/v1/", root=root, **more)
+        (folder,) = Path(root).iterdir()
+        assert (folder / "model.safetensors").read_bytes() == body
+    assert (shared.path, dict(parse_qsl(shared.query))) == ("/pool/v1/weights", {"model": model} if model else {})
+    assert json.loads(order) == {"path": str(folder), **said}
+    for told in (headers, others):
+        assert told.get("authorization") == (f"Bearer {key}" if key else None)
 
 
 def test_of_several_names_of_one_tensor_the_first_is_pushed() -> None:

@@ -278,6 +278,15 @@ def test_the_next_role_is_changed_a_cooldown_later() -> None:
     assert [(at, type(change)) for at, change in changes] == [(at, ChangeRole) for at in (20, 80)]
 
 
+@pytest.mark.parametrize(("fits", "changes"), [({Role.PREFILL: 0}, True), ({Role.PREFILL: 1, Role.DECODE: 0}, False)])
+def test_a_worker_changes_its_role_where_no_node_has_room_for_another(fits: dict[Role, int], changes: bool) -> None:
+    rules, pools = SizingRules(CONFIG, 16), {role: PoolState(role, ready=3) for role in PAIR}
+    found = [change for at in range(0, 30, 5) for change in rules.decide(float(at), pools, QUEUE, fits=fits)]
+    assert [(type(change), change.role) for change in found[:1]] == [
+        (ChangeRole if changes else GrowPool, Role.PREFILL)
+    ]
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_no_worker_changes_to_a_role_whose_starts_fail(failed: bool) -> None:
     rules = SizingRules(replace(CONFIG, max_workers=6, backoff_s=100.0), 16)

@@ -40,6 +40,8 @@ class Ray:
     """The shares with which each `run` was called."""
     begun: list[tuple[str, int]] = field(default_factory=list)
     """The name and incarnation of each worker that was told to run."""
+    actors: list[tuple[WorkerPlan, Any]] = field(default_factory=list)
+    """The plan of each rank, and how Ray was told to place it."""
     killed: list[str] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     """Nodes on which agents were started."""
@@ -62,8 +64,9 @@ class Ray:
             self.started.append(node)
             return node
         plan: WorkerPlan = arguments[0]
+        self.actors.append((plan, options.get("scheduling_strategy")))
 
-        def run(by_node: Any = None) -> str:
+        def run(by_node: Any = None, leader_at: str = "") -> str:
             self.runs.append(by_node)
             self.begun.append((plan.name, plan.incarnation))
             try:
@@ -161,6 +164,48 @@ def test_a_start_that_was_given_up_is_none_of_those_that_are_waited_for(monkeypa
     it.start(replace(plan, name=WorkerName("decode-3")))
     assert ray.begun == [("decode-2", 2), ("decode-3", 1)]
     assert it.running() == [("decode-1", 1), ("decode-2", 2), ("decode-3", 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_that_share_their_experts_have_one_place_and_one_secret(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """In the order of their numbers, whichever is asked for first, and where each of them may be."""
+    from twinpool.cluster.ray_nodes import worker_actor, worker_actors
+
+    ray, asked, given_back = Ray(place=C, nodes_alive=[A, B, C]), list[tuple[Any, Any]](), list[str]()
+
+    def places(bundles: Any, **options: Any) -> str:
+        asked.append((bundles, options["bundle_label_selector"]))
+        return f"places {len(asked)}"
+
+    it = launcher(monkeypatch, ray, {}).made
+    monkeypatch.setattr(worker_actor, "placement_group", places)
+    monkeypatch.setattr(worker_actors, "remove_placement_group", given_back.append)
+    config = replace(Config(), decode=replace(Config().decode, dp=2, tp=ranks), prefill=replace(Config().prefill, dp=2))
+    plan = replace(PLAN, config=config, by_node={})
+    last = replace(plan, name=WorkerName("decode-3"))
+    it.start(replace(plan, name=WorkerName("prefill-2"), role=Role.PREFILL))
+    it.start(last, avoid=(f"host-{A}",))
+    assert (asked, ray.actors) == ([], []), "one of another pool is none of them"
+    it.start(plan, avoid=(f"host-{B}",))
+    ((bundles, selectors),) = asked
+    assert bundles == [{"twinpool_decode": 1.0}] * 2 * ranks
+    assert selectors == [{worker_actor.NODE_LABEL: f"!in({A},{B})"}] * 2 * ranks
+    assert [(made.name, made.rank, at.placement_group, at.placement_group_bundle_index) for made, at in ray.actors] == [
+        (name, rank, "places 1", ranks * number + rank)
+        for number, name in enumerate(("decode-2", "decode-3"))
+        for rank in range(ranks)
+    ]
+    told = {(made.sharing, made.together) for made, _ in ray.actors}
+    ((secret, together),) = told
+    assert (len(secret) > 16, together) == (True, "decode-2.1.ranks")
+    assert len({made.meeting for made, _ in ray.actors}) == ranks, "ranks of a worker meet among themselves"
+    it.kill(plan.name, plan.incarnation, 0, "")
+    assert given_back == [], "the other one is still there"
+    it.kill(last.name, last.incarnation, 0, "")
+    assert given_back == ["places 1"]
 
 
 @pytest.mark.slow

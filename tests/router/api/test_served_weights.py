@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from twinpool.contracts.checkpoint.pushed_weights import PushedFolders
+from twinpool.contracts.checkpoint.pushed_weights import STRANGER_S, PushedFolders
 from twinpool.contracts.checkpoint.safetensors_headers import (
+    TensorHeader,
     digest_files,
     file_header,
     read_file_headers,
@@ -53,7 +54,7 @@ class Cluster:
 
     def __init__(self, root: Path) -> None:
         self.served, self.rows, self.needed = ServedWeights(), [Worker(), Worker()], ["prefill", "decode"]
-        self.serves = True
+        self.serves, self.clock = True, ManualClock()
         self.asked: list[OperatorChange] = []
         self.answer: ChangedWorkers | Exception = ChangedWorkers(number=1)
         self.service: Any = SimpleNamespace(
@@ -61,7 +62,7 @@ class Cluster:
             core=SimpleNamespace(workers=self, serving=lambda role: [role] * self.serves),
             buffer=BodyBuffer(1 << 20),
             weight_roots=str(root),
-            controller=SimpleNamespace(pushed=PushedFolders(str(root), ManualClock())),
+            controller=SimpleNamespace(pushed=PushedFolders(str(root), self.clock)),
             spec=SimpleNamespace(headers={}, path=root),
         )
 
@@ -365,6 +366,14 @@ async def test_adapters_are_asked_of_the_controller_by_their_digest(
     assert (await Call(cluster, load, mine).answer())[0] == 409
 
 
+def pushed_part(folder: Path, names: str) -> Mapping[str, TensorHeader]:
+    """A folder with tensors of these names; returns what is in it."""
+    folder.mkdir()
+    head = file_header([(name, "F32", (2,), 8) for name in names])
+    (folder / "model.safetensors").write_bytes(head + bytes(8 * len(names)))
+    return read_headers(folder)
+
+
 @pytest.mark.asyncio
 async def test_pushed_weights_go_where_their_change_is_refused_and_stay_where_it_may_have_been_made(
     cluster: Cluster, tmp_path: Path
@@ -392,17 +401,48 @@ async def test_pushed_weights_go_where_their_change_is_refused_and_stay_where_it
 
 
 @pytest.mark.asyncio
+async def test_pushed_weights_stay_until_their_change_is_heard_of_however_late_that_is(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.service.spec.headers = pushed_part(tmp_path / "checkpoint", "ab")
+    folder, pushed = tmp_path / f"pushed-{1:016x}", cluster.service.controller.pushed
+    pushed_part(folder, "ab")
+    cluster.answer = ChangedWorkers(number=4)
+    asked = {"path": str(folder), "wait": False}
+    assert (await Call(cluster, admin_models.update_weights, asked).answer())[0] == 202
+    for tried in (3, 3, 4):
+        assert folder.exists()
+        cluster.clock.advance(STRANGER_S)
+        pushed.tend((), tried, settled=True)
+        pushed.wait()
+    assert not folder.exists(), "it was given up"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("partial", [False, True])
+async def test_a_part_of_the_weights_that_is_not_to_be_completed_or_can_not_be_changes_nothing(
+    cluster: Cluster, tmp_path: Path, partial: bool
+) -> None:
+    """The files that are served have others behind their names where somebody has written there meanwhile."""
+    before, folder = tmp_path / "before", tmp_path / f"pushed-{1:016x}"
+    cluster.service.spec.headers = pushed_part(before, "ab")
+    pushed_part(folder, "a")
+    cluster.served = ServedWeights(WeightsVersion(4, "four", str(before), "d" * 64))
+    asked = {"path": str(folder), "partial": partial, "wait": False}
+    status, told = await Call(cluster, admin_models.update_weights, asked).answer()
+    assert (status, cluster.asked, folder.exists()) == (409, [], False)
+    assert ["lacks the tensor", "push all tensors"][partial] in told["error"]["message"]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("meanwhile", ["digest_files", "complete"])
 async def test_a_part_of_the_weights_is_put_onto_those_whose_tensors_it_was_completed_with(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """However they change while the files are read and written."""
     before, folder = tmp_path / "before", tmp_path / f"pushed-{1:016x}"
-    for made, names in ((before, "ab"), (folder, "a")):
-        made.mkdir()
-        head = file_header([(name, "F32", (2,), 8) for name in names])
-        (made / "model.safetensors").write_bytes(head + bytes(8 * len(names)))
-    present = cluster.service.spec.headers = read_headers(before)
+    present = cluster.service.spec.headers = pushed_part(before, "ab")
+    pushed_part(folder, "a")
     cluster.served = ServedWeights(WeightsVersion(4, "four", str(before), digest_files(present)))
     work = getattr(serving_changes, meanwhile)
 
