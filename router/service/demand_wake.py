@@ -31,7 +31,8 @@ class DemandWake:
 
     def __init__(self, core: RouterCore, directory: WorkerDirectory, config: RouterConfig, clock: Clock) -> None:
         self._core, self._directory, self._config, self._clock = core, directory, config, clock
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came, in which they go on."""
         self._call: asyncio.Task[None] | None = None
         self._slept = False
         """Whether the cluster sleeps for want of requests, or was woken from that and doesn't serve yet."""
@@ -74,7 +75,7 @@ class DemandWake:
             return
         self.check_room()
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         if on_gone is not None:
             on_gone(lambda: _fail(waiter, ClientGone("the client left while the cluster woke")))
         self._begin()
@@ -87,7 +88,7 @@ class DemandWake:
                 "(router.wake_timeout_s); try again later"
             ) from None
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
     def observe(self) -> None:
         """Note what the cluster does now: let requests go on where it serves, and wake it where some were let in before

@@ -4,17 +4,24 @@ The clock stands still while code runs; a queue holds the events that are due. A
 machine, a long pause of its runtime) does nothing; messages that arrive meanwhile wait in its sockets. A dead process
 does nothing ever again, and messages that arrive are lost.
 
+What production runs on asyncio runs there on a loop whose clock this is (`VirtualLoop`).
+
 What steps take, where that is modelled: seconds by what they compute, and many like steps in one closed form.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from math import sqrt
+from typing import TypeVarTuple
 
 from twinpool.contracts.errors import ConfigError
+
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(slots=True)
@@ -55,6 +62,52 @@ class VirtualTime:
                 run()
                 return True
         return False
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in virtual time: each of its turns is an event."""
+
+    def __init__(self, agenda: VirtualTime, failed: Callable[[str], None]) -> None:
+        """`failed`: is told of exceptions that nobody takes."""
+        super().__init__()
+        self._agenda = agenda
+        self.set_exception_handler(lambda loop, context: failed(f"{context['message']}: {context.get('exception')!r}"))
+
+    def time(self) -> float:
+        return self._agenda.now()
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        self._agenda.after(0.0, self._turn)
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._agenda.after(when - self._agenda.now(), self._turn)
+        return super().call_at(when, callback, *args, context=context)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do `work` as a callback of the loop, now."""
+        if self.is_running():
+            work()
+        else:
+            self.call_soon(work)
+            self._turn()
+
+    def end(self) -> None:
+        """Cancel what is under way, and close."""
+        while tasks := asyncio.all_tasks(self):
+            for task in tasks:
+                task.cancel()
+            self._turn()
+        self.close()
+
+    def _turn(self) -> None:
+        if not self.is_closed():
+            self.stop()
+            self.run_forever()
 
 
 class SimProcess:

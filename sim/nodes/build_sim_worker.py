@@ -28,7 +28,7 @@ from twinpool.colocate import decode_class_for
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.contracts.messages.leases import DepartureAnswer, LeaseGrant
@@ -43,7 +43,7 @@ from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimControlTransport, SimSwitch
 from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.sim_storage import SimArenas, SimQueue, SimStore
-from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualLoop, VirtualTime
 from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
 from twinpool.sim.scenario.scenario import (
     CONTEXT,
@@ -68,25 +68,37 @@ MODEL = ModelSpec(
     Path("/simulated"), "simulated", "Simulated", VOCABULARY, 1, CONTEXT, "float32", None, (), "simulated",
     config=JsonFields(Path("/simulated/config.json"), {}), headers={},
 )  # fmt: skip
-"""The checkpoint of all simulated workers, of which nothing but the digest counts."""
+"""The checkpoint of the first model, of which nothing but the digest counts."""
 SPINS = 2000
 
 
-def versions_of() -> dict[str, str]:
-    """The digests of all weights that a cluster may serve, by the versions by which clients are told of them; that of
-    the checkpoint's is empty."""
+def spec_of(model: str) -> ModelSpec:
+    """The checkpoint of a model; empty: of the first."""
+    return replace(MODEL, name=model, fingerprint=f"{MODEL.fingerprint}-{model}") if model else MODEL
+
+
+def content_of(model: str, digest: str) -> str:
+    """What the engine computes with: a model's own weights, or others in their place, by their digest. Empty: the first
+    model's own."""
+    return f"{model} {digest}" if model else digest
+
+
+def versions_of(model: str) -> dict[str, str]:
+    """All weights that a model's cluster may serve, by the versions by which clients are told of them."""
     folders = (*FOLDERS, UNREADABLE, UNLIKE)
     digests = [digest_of(path, number) for path in folders for number in (0, 1) if (path, number) != (UNREADABLE, 1)]
     named = {version_of(path): digest_of(path) for path in FOLDERS}
-    return {MODEL.fingerprint: ""} | {digest[:DIGEST_CHARS]: digest for digest in digests} | named
+    found = {spec_of(model).fingerprint: ""} | {digest[:DIGEST_CHARS]: digest for digest in digests} | named
+    return {version: content_of(model, digest) for version, digest in found.items()}
 
 
-def model_with(weights: WeightsVersion | None) -> ModelSpec:
+def model_with(weights: WeightsVersion | None, model: str = "") -> ModelSpec:
     """The model with these weights in place of the checkpoint's, as `contracts.checkpoint.model_spec.with_weights`
     names it."""
+    spec = spec_of(model)
     if weights is None or not weights.path:
-        return replace(MODEL, weights=weights)
-    return replace(MODEL, fingerprint=f"{MODEL.fingerprint}-{weights.digest[:32]}", weights=weights)
+        return replace(spec, weights=weights)
+    return replace(spec, fingerprint=f"{spec.fingerprint}-{weights.digest[:32]}", weights=weights)
 
 
 class LeaseHome(Protocol):
@@ -118,7 +130,8 @@ class LeaseHome(Protocol):
 
 @dataclass(frozen=True)
 class SimWorld:
-    """The objects that all processes of a run share."""
+    """The objects that all processes of one model's cluster share. Time, network, storage and nodes are those of all
+    models."""
 
     agenda: VirtualTime
     rng: random.Random
@@ -135,6 +148,14 @@ class SimWorld:
     violated: Callable[[str], None]
     background: frozenset[tuple[int, int]] = frozenset()
     """Background requests, by seed and choice."""
+    model: str = ""
+    """The model; empty: the first."""
+    place: int = 0
+    """Its place among the models."""
+    foreign: Callable[[RequestId], bool] = lambda request_id: False
+    """Whether a request is another model's."""
+    loop: VirtualLoop | None = None
+    """What routers wait on for a cluster that sleeps until there are requests; None: nothing of the run does."""
 
 
 class SimSleep:
@@ -191,7 +212,8 @@ def build(world: SimWorld, process: SimProcess, start: StartWorker, sleep: SimSl
     """Build a worker of production parts with a `HashEngine`, over simulated planes and storage."""
     role, name, incarnation = start.role, start.name, start.incarnation
     shape, config, agenda = world.shape, world.config, world.agenda
-    named, weights = weights_digest(model_with(start.weights), config), start.weights.digest if start.weights else ""
+    named = weights_digest(model_with(start.weights, world.model), config)
+    weights = content_of(world.model, start.weights.digest if start.weights else "")
     cache, size = config.cache_for(role), config.ranks_for(role)
     device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.adversarial else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)

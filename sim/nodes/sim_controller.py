@@ -47,7 +47,9 @@ class SimControl:
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world
-        self.process = SimProcess(world.agenda, "controller-0#1", "node-head", 1)
+        self._prefix = f"{world.model}/" if world.model else ""
+        """Of the names of its processes: two clusters have workers of one name."""
+        self.process = SimProcess(world.agenda, f"{self._prefix}controller-0#1", "node-head", 1 + world.place)
         self._ledger = MemoryLedger()
         self._world_of_starts = world
         """With the settings that the next workers start with."""
@@ -76,7 +78,7 @@ class SimControl:
         """When the first worker registered with the weights of each number."""
         self.watchers: list[Callable[[ClusterView], None]] = []
         self.given_up: set[WorkerName] = set()
-        self._pids = count(100)
+        self._pids = count(100 + 100_000 * world.place)
         self._folding = False
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
         self._nodes = [f"node-{number}" for number in range(world.shape.nodes)]
@@ -88,7 +90,7 @@ class SimControl:
         self._tick()
 
     def new_process(self, label: str, node: str) -> SimProcess:
-        return SimProcess(self.world.agenda, label, node, next(self._pids))
+        return SimProcess(self.world.agenda, self._prefix + label, node, next(self._pids))
 
     def kill(self) -> None:
         """Kill the controller's process; nothing that reaches it is answered until it is started again."""
@@ -163,7 +165,7 @@ class SimControl:
         """What is under way of operators' changes."""
         served = self.core.weights.told()
         found = ["the cluster is paused"] if served.paused else []
-        found += ["the cluster sleeps"] if served.asleep else []
+        found += ["the cluster sleeps"] if served.asleep and not served.by_demand else []
         found += [f"weights {served.pending.number} are still to be read"] if served.pending is not None else []
         if served.weights.number < (latest := max(self.since)):
             found.append(f"weights {latest} were served, and the cluster's are {served.weights.number}")
@@ -173,6 +175,18 @@ class SimControl:
             for host in serving
             if (host.weights.number if host.weights is not None else 0) != served.weights.number
         ]
+
+    def unrest(self) -> list[str]:
+        """What is under way in the cluster, and who should serve and doesn't."""
+        found = [line for host in self.all_hosts if host.ended is None for line in host.unrest()] + self.unsettled()
+        for view in self.core.views() if not self.core.weights.told().asleep else ():
+            host = self.hosts.get(WorkerName(view.record.name))
+            given_up = view.record.name in self.given_up | self.sent_away
+            if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
+                found.append(f"{view.record.name} is {view.status.state}")
+            if view.status.state == "left" and view.record.name in self.returning - self.given_up:
+                found.append(f"{view.record.name} has left, and was to start again")
+        return found
 
     def host(self, key: WorkerKey) -> SimHost:
         """The worker's incarnation."""
@@ -318,7 +332,7 @@ class SimControl:
     def _begin(self, start: StartWorker, process: SimProcess, before: SimHost | None) -> None:
         """Be an incarnation in its process. `before`: the one that its process was before."""
         if before is not None:
-            process.become(f"{start.name}#{start.incarnation}")
+            process.become(f"{self._prefix}{start.name}#{start.incarnation}")
             self.world.say("controller", f"{start.name}#{before.incarnation} goes on as {process}")
         preparation = before.preparation if before is not None else None
         host = SimHost(self._world_of_starts, process, start, self, preparation=preparation)

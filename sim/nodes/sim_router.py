@@ -1,151 +1,57 @@
-"""The router's process: the production `RouterCore`, with its links, its claims and its service as events.
+"""The router's process: for each model the production `RouterCore`, with its links and its service as events.
 
-`SimClaims` does what `router.service.idempotency_keys` and `router_service` do about answers with a key, for the plain
-requests of a scenario: they are looked for at the workers, and gone on with there. A client comes with the number of
-tokens that it has, as `Last-Event-ID` says it, and gets the rest.
+Which of the models a request is for is decided by production's table of names, and who waits for a cluster that sleeps
+until there are requests by its `DemandWake`, on an event loop in virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, cast
 
 from msgspec.structs import replace
 
-from twinpool.contracts.errors import ConfigError, RequestError
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import RequestId, Role, WorkerName
-from twinpool.contracts.messages.cluster_view import ClusterView, ServedWeights
+from twinpool.contracts.messages.cluster_view import ClusterView
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.worker_events import Done, Event, LegReport
+from twinpool.contracts.messages.worker_events import Event, LegReport
 from twinpool.contracts.messages.worker_status import WorkerStatus
-from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
+from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
+from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
+from twinpool.router.links.controller_port import WorkerDirectory
 from twinpool.router.links.worker_links import REACHABLE
-from twinpool.router.service.idempotency_keys import check_drawn_alike
-from twinpool.router.service.router_service import TICK_S
+from twinpool.router.models_app import ModelSwitch
+from twinpool.router.service.admission import BodyBuffer
+from twinpool.router.service.demand_wake import DemandWake
+from twinpool.router.service.router_service import TICK_S, RouterService
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 from twinpool.router.verification.audits import AuditFinding, AuditResult
 from twinpool.sim.fabric.sim_network import there
-from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.fabric.virtual_time import SimProcess
+from twinpool.sim.nodes.build_sim_worker import SimWorld, spec_of
+from twinpool.sim.nodes.sim_claims import (
+    OpenAnswer,
+    SimClaim,
+    SimClaims,
+    SimDirectory,
+    SimSleeper,
+    drawn_alike,
+    name_of,
+)
 from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_link import SimLink
-from twinpool.sim.scenario.scenario import ScenarioRequest
-
-Made = Callable[[ScenarioRequest, RequestId, AnswerName | None, KeptAnswer | None], RoutedRequest]
-
-
-@dataclass(slots=True)
-class SimClaim:
-    """One client's claim, while its answer is looked for."""
-
-    ask: ScenarioRequest
-    request_id: RequestId
-    """Of the request, should it have to be a new one."""
-    seen: int
-    """Tokens that the client has."""
-    began: float
-    """When its client asked for the answer first."""
-    left: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredAnswer:
-    """What a worker has kept of an answer, as a request of this router."""
-
-    claim: SimClaim
-    request: RoutedRequest
-    done: Done | None
-    """Its end, where it has ended: nothing follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAnswer:
-    """A client's request, and the router's, which knows the version of the weights that its answer is of."""
-
-    ask: ScenarioRequest
-    request: RoutedRequest
-
-
-def name_of(ask: ScenarioRequest) -> AnswerName:
-    return AnswerName(f"key of {ask.number}", "its body", 0, 0)
-
-
-class SimClaims:
-    """The claims of one router. `make` makes a router's request of a scenario's, or of what a worker has
-    kept of it."""
-
-    def __init__(self, core: RouterCore, make: Made) -> None:
-        self._core, self._make = core, make
-        self._claims: dict[RequestId, SimClaim] = {}
-        self._seen: dict[RequestId, int] = {}
-        """Tokens that clients have already, by request, and that are still to be left out."""
-
-    def claim(self, made: SimClaim) -> None:
-        """Look for an answer. One that is looked for already is its client's who comes last."""
-        for question, claim in self._claims.items():
-            if claim.ask.number == made.ask.number:
-                self._claims[question] = made
-                self._core.lookups.wants(question, True)
-                return
-        name = name_of(made.ask)
-        self._claims[self._core.lookups.begin(name.key, name.body, 1)] = made
-
-    def leave(self, request_id: RequestId) -> bool:
-        """The client leaves while its answer is looked for; returns whether it is."""
-        mine = [name for name, claim in self._claims.items() if claim.request_id == request_id]
-        for name in mine:
-            self._claims[name].left = True
-            self._core.lookups.wants(name, False)
-        return bool(mine)
-
-    def ended(self, action: LookupEnded) -> SimClaim | RestoredAnswer | None:
-        """Take in what was found: an answer that goes on or is whole, or a claim of which nothing is kept, which needs
-        a new request; None where the client has left."""
-        claim, found = self._claims.pop(action.ask), action.found.get(0)
-        if claim.left:
-            if found is not None:
-                self._core.lookups.give_up(found.worker, (found.answer,))
-            return None
-        if found is None:
-            self._seen[claim.request_id] = claim.seen
-            return claim
-        return self._restored(claim, found)
-
-    def _restored(self, claim: SimClaim, found: FoundAnswer) -> RestoredAnswer:
-        kept = found.answer
-        request = self._make(claim.ask, kept.request_id, name_of(claim.ask), kept)
-        request.restore(kept, found.last_attempt, told=claim.seen > 0)
-        request.go_on_in(found.numerics, found.weights, found.weights_number)
-        self._seen[request.id] = claim.seen
-        done = Done(request.id, request.attempt, kept.reason, kept.stop_token) if kept.reason else request.ending
-        return RestoredAnswer(claim, request, None if kept.running else done)
-
-    def adopt(self, action: LookupEnded, request: RoutedRequest) -> None:
-        """Go on with what was found."""
-        self._core.adopt(request, action.found[0])
-
-    def check(self) -> list[str]:
-        if self._claims or not self._core.lookups.held:
-            return []
-        return [f"events of {self._core.lookups.held} requests are held for nobody"]
-
-    def rest(
-        self, request_id: RequestId, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
-    ) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
-        """Leave out of tokens that come what the client has."""
-        seen = self._seen.get(request_id, 0)
-        if seen:
-            self._seen[request_id] = max(0, seen - len(tokens))
-        return tokens[seen:], logprobs[seen:]
+from twinpool.sim.scenario.scenario import ScenarioRequest, adapter_of
 
 
 class RouterClients(Protocol):
@@ -163,8 +69,8 @@ class RouterClients(Protocol):
     def on_refusal(self, ask: ScenarioRequest) -> None:
         """The request is not taken, as its first token would be late."""
 
-    def on_sleep(self, ask: ScenarioRequest) -> None:
-        """The request is not taken, as the cluster sleeps."""
+    def on_sleep(self, ask: ScenarioRequest, waited_s: float = 0.0) -> None:
+        """The request is not taken, as the cluster sleeps, or has not woken in `waited_s`."""
 
     def on_redraw(self, ask: ScenarioRequest) -> None:
         """The rest of an answer can't be drawn again, as it may be of other weights."""
@@ -176,21 +82,29 @@ class RouterClients(Protocol):
         """A worker reports on its leg of a request; clients see the counts in their usage."""
 
 
+@dataclass(slots=True)
+class SimIntake:
+    """The adapters over a model, by the names that requests give."""
+
+    adapters: dict[str, AdapterRef] = field(default_factory=dict)
+
+
 class SimRouter:
-    """One start of the router. Answers to all its requests go to `client`."""
+    """One start of a router, as far as it is one model's service. Answers to all its requests go to `client`."""
 
     def __init__(
         self,
         world: SimWorld,
         control: SimControl,
+        process: SimProcess,
         number: int,
         client: RouterClients,
-        index: int = 0,
     ) -> None:
-        """`number`: of this start among those of all routers; `index`: which of the routers it is."""
-        self.world, self.control, self.index = world, control, index
-        self.process = control.new_process(f"router-{index}#{number}", "node-head")
+        """`process`: the router's; `number`: of this start among those of all routers and models."""
+        self.world, self.control, self.process = world, control, process
+        self.spec, self.intake, self.body_limit, self.buffer = spec_of(world.model), SimIntake(), 0, BodyBuffer(0)
         config = world.config
+        self.intake.adapters = {name: adapter_of(name, path) for name, path in config.adapters.configured.items()}
         self._cache = config.cache_for(Role.PREFILL)
         self.core = RouterCore(
             config.router,
@@ -201,6 +115,9 @@ class SimRouter:
             cache=self._cache,
             local=local_prefill(config),
         )
+        directory = cast(WorkerDirectory, SimDirectory(control, process))
+        self.demand = DemandWake(self.core, directory, config.router, world.agenda)
+        self._sleeper = SimSleeper(self.demand, world)
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
         self._open: dict[RequestId, OpenAnswer] = {}
@@ -214,6 +131,7 @@ class SimRouter:
 
         control.watchers.append(watch)
         self.process.on_death(lambda: control.watchers.remove(watch))
+        self.process.on_death(lambda: self.demand.close("the router is dead"))
         watch(control.view())
         self._tick()
 
@@ -227,10 +145,14 @@ class SimRouter:
         """Take a request. One with a key is looked for at the workers first; of it the client has `seen` tokens, and
         `began` to ask for it then. An answer to it that is under way here is left to its workers before, as its client
         has another connection now."""
-        served = self.core.workers.served
-        if served.asleep and not served.by_demand:
-            self._client.on_sleep(ask)
+        if not self.demand.needed:
+            self._take(ask, request_id, seen, began)
             return
+        self._sleeper.wait(
+            ask, request_id, lambda: self._take(ask, request_id, seen, began), partial(self._client.on_sleep, ask)
+        )
+
+    def _take(self, ask: ScenarioRequest, request_id: RequestId, seen: int, began: float) -> None:
         if ask.keyed:
             for before in [rid for rid, other in self._open.items() if other.ask.number == ask.number]:
                 del self._open[before]
@@ -273,7 +195,7 @@ class SimRouter:
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
         """Cancel a request: the client has left or, with `finished`, has all that it wanted. One with a key is left to
         its workers."""
-        if self._claims.leave(request_id):
+        if self._sleeper.leave(request_id) or self._claims.leave(request_id):
             return
         answer = self._open.pop(request_id, None)
         if answer is not None and answer.ask.keyed:
@@ -286,7 +208,7 @@ class SimRouter:
         """Go on with what workers have kept of an answer, or begin it."""
         found = self._claims.ended(action)
         if isinstance(found, SimClaim):
-            if found.seen and not _drawn_alike(found.began, self.core.workers.served):
+            if found.seen and not drawn_alike(found.began, self.core.workers.served):
                 self._client.on_redraw(found.ask)
             else:
                 self._submit(found.ask, found.request_id, seen=found.seen > 0)
@@ -330,9 +252,13 @@ class SimRouter:
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
+        def told(status: WorkerStatus) -> None:
+            self.core.on_status(status)
+            self._act()
+
         def answer() -> None:
             status = there(host.worker.status())
-            back.send(lambda: self.process.do(lambda: self._status(status)))
+            back.send(lambda: self.process.do(lambda: told(status)))
 
         def tell() -> None:
             host.call(lambda worker: worker.undrain() if undo else worker.drain())
@@ -376,10 +302,6 @@ class SimRouter:
         self.control.wants([name])
         return True
 
-    def _status(self, status: WorkerStatus) -> None:
-        self.core.on_status(status)
-        self._act()
-
     # ------------------------------------------------------------ events in, actions out
 
     def _tick(self) -> None:
@@ -395,6 +317,7 @@ class SimRouter:
             self.links.pop(key).close(left=key in left)
         self.core.workers.served = view.served or self.core.workers.served
         self.core.on_view(views)
+        self._sleeper.observe()
         self._act()
         for key in wanted:
             if key not in self.links:
@@ -402,6 +325,7 @@ class SimRouter:
 
     def linked(self, key: WorkerKey) -> None:
         self.core.on_linked(key)
+        self._sleeper.observe()
         self._act()
 
     def unlinked(self, key: WorkerKey, end: StreamEnd) -> None:
@@ -455,19 +379,26 @@ class SimRouter:
                 link.send(commands)
 
     def check(self) -> list[str]:
-        found = self.core.check() + self._claims.check()
+        found = self.core.check() + self._claims.check() + self._sleeper.check()
         held = set(self.core.requests.ids())
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._open) - held)]
         return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._open))]
 
 
-def _drawn_alike(began: float, served: ServedWeights) -> bool:
-    """Whether an answer that was begun then would be drawn alike again."""
-    try:
-        check_drawn_alike(int(began), served)
-    except RequestError:
-        return False
-    return True
+class SimRouterProcess:
+    """One start of a router: a service for each model that it knows."""
+
+    def __init__(self, process: SimProcess, index: int, services: Mapping[str, SimRouter]) -> None:
+        """`index`: which of the routers it is. `services`: by model."""
+        self.process, self.index, self.services = process, index, dict(services)
+        self._switch = ModelSwitch([cast(RouterService, one) for one in services.values()])
+
+    def named(self, name: str) -> SimRouter:
+        """The service of the model that a request names, or of the adapter. Raises `UnknownModel`."""
+        return cast(SimRouter, self._switch.named(name))
+
+    def check(self) -> list[str]:
+        return [line for service in self.services.values() for line in service.check()]
 
 
 def _short(command: Command) -> str:

@@ -198,6 +198,8 @@ class SimHost:
         def take() -> None:
             if session in self._sessions:
                 for command in commands:
+                    if self.world.foreign(command.request_id):
+                        self.world.violated(f"{self.process} is asked for {command.request_id}, of another model")
                     self.worker.handle(session, command)
 
         self._put(take)

@@ -26,7 +26,7 @@ from twinpool.sim.fabric.sim_storage import SimStore
 from twinpool.sim.fabric.virtual_time import VirtualTime
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
-from twinpool.sim.nodes.sim_router import SimRouter
+from twinpool.sim.nodes.sim_router import SimRouter, SimRouterProcess
 from twinpool.sim.nodes.sim_worker import SimHost
 from twinpool.sim.scenario.scenario import PlannedFault, Scenario, ScenarioRequest
 
@@ -39,21 +39,22 @@ class FaultTarget(Protocol):
     agenda: VirtualTime
     counts: Counter[str]
     network: SimNetwork
-    control: SimControl
+    clusters: dict[str, SimControl]
+    """By model."""
     store: SimStore | None
     world: SimWorld
     plan: Scenario
 
     @property
-    def routers(self) -> Sequence[SimRouter]: ...
+    def routers(self) -> Sequence[SimRouterProcess]: ...
 
     @property
-    def router(self) -> SimRouter:
+    def router(self) -> SimRouterProcess:
         """One that lives, where there is one."""
 
     def say(self, who: str, what: str) -> None: ...
     def restart_router(self, index: int) -> None: ...
-    def lost_router(self, router: SimRouter) -> None: ...
+    def lost_router(self, router: SimRouterProcess) -> None: ...
 
 
 def nothing() -> None:
@@ -90,13 +91,24 @@ def schedule(run: FaultTarget, fault: PlannedFault) -> float:
     return fault.at + fault.lasts + RESTART_S
 
 
-def _host(run: FaultTarget, name: str) -> SimHost | None:
-    host = run.control.hosts.get(WorkerName(name))
+def _host(run: FaultTarget, fault: PlannedFault) -> SimHost | None:
+    host = run.clusters[fault.model].hosts.get(WorkerName(fault.name))
     return host if host is not None and host.process.alive else None
 
 
+def _service(run: FaultTarget, fault: PlannedFault) -> SimRouter | None:
+    """The service of the fault's model at a router that lives."""
+    return run.router.services.get(fault.model) if run.router.process.alive else None
+
+
+def _reaching(run: FaultTarget, fault: PlannedFault) -> SimRouter | None:
+    """`_service` where its router reaches the model's controller."""
+    service = _service(run, fault)
+    return service if service is not None and service.control.reaches(service.process) else None
+
+
 def _crash(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     if host is None:
         return None
     host.process.die()
@@ -104,7 +116,7 @@ def _crash(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _stop(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     if host is None or host.process.stopped:
         return None
     process = host.process
@@ -114,7 +126,7 @@ def _stop(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _hang(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     if host is None or host.process.stopped:
         return None
     host.hang()
@@ -122,7 +134,7 @@ def _hang(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     ranks = host.built.followers.ranks if host is not None and host.built.followers is not None else []
     alive = [rank.process for rank in ranks if rank.process.alive]
     if not alive:
@@ -132,7 +144,7 @@ def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     if host is None or run.plan.shape.plane not in ("shm", "nixl"):
         return None
     process = host.process
@@ -178,7 +190,7 @@ def _damage(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Flip a bit in each page of the host tier, except null pages, which no request depends on."""
-    host = _host(run, fault.target)
+    host = _host(run, fault)
     pools = host.built.manager.host if host is not None else None
     if pools is None:
         return None
@@ -225,75 +237,78 @@ def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 def _controller(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Kill the controller: nobody renews or starts until it is back, and who can't wait so long ends."""
-    if run.control.away:
+    control = run.clusters[fault.model]
+    if control.away:
         return None
-    run.control.kill()
-    return run.control.start_again
+    control.kill()
+    return control.start_again
 
 
 def _cutoff(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Cut the controller off from all others: it lives, ends leases that it doesn't hear of, and starts anew."""
-    name = run.control.process.name
+    control = run.clusters[fault.model]
+    name = control.process.name
     run.network.part(name, "*")
 
     def end() -> None:
         run.network.join(name, "*")
-        if not run.control.away:
-            run.control.publish()  # Who watches its table connects again, and gets all of it.
+        if not control.away:
+            control.publish()  # Who watches its table connects again, and gets all of it.
 
     return end
 
 
 def _supervisor(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    if not run.control.supervised:
+    control = run.clusters[fault.model]
+    if not control.supervised:
         return None
-    run.control.kill_supervisor()
-    return run.control.start_supervisor
+    control.kill_supervisor()
+    return control.start_supervisor
 
 
 def _drain(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    name = WorkerName(fault.target)
-    if not run.router.process.alive or not run.router.drain(name):
+    service = _service(run, fault)
+    if service is None or not service.drain(WorkerName(fault.name)):
         return None
-    return lambda: _undrain(run, name)
+    return lambda: _undrain(run, fault)
 
 
-def _undrain(run: FaultTarget, name: WorkerName) -> None:
-    if run.router.process.alive:
-        run.router.drain(name, undo=True)
+def _undrain(run: FaultTarget, fault: PlannedFault) -> None:
+    if (service := _service(run, fault)) is not None:
+        service.drain(WorkerName(fault.name), undo=True)
 
 
 def _role(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = run.control.hosts.get(WorkerName(fault.target))
-    if host is None or not host.process.alive or not run.router.process.alive:
+    host, service = _host(run, fault), _service(run, fault)
+    if host is None or service is None:
         return None
     other = Role.DECODE if host.role is Role.PREFILL else Role.PREFILL
-    return nothing if run.router.change_role(host.name, other) else None
+    return nothing if service.change_role(host.name, other) else None
 
 
 def _restart(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    if not run.router.process.alive or not run.router.restart(WorkerName(fault.target)):
-        return None
-    return nothing
+    service = _service(run, fault)
+    return nothing if service is not None and service.restart(WorkerName(fault.name)) else None
 
 
 def _add(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Add a worker of the role that another one has, and scale the pool back afterwards."""
-    host = run.control.hosts.get(WorkerName(fault.target))
-    if host is None or not run.router.process.alive or not run.control.reaches(run.router.process):
+    control = run.clusters[fault.model]
+    host = control.hosts.get(WorkerName(fault.name))
+    if host is None or _reaching(run, fault) is None:
         return None
-    role, pools = host.role, run.control.core.pools
+    role, pools = host.role, control.core.pools
     try:
-        run.control.wants(pools.add_some(role, 1))
+        control.wants(pools.add_some(role, 1))
     except ConfigError:  # No node has room for it.
         return None
 
     def end() -> None:
-        if not run.router.process.alive or not run.control.reaches(run.router.process):
+        if _reaching(run, fault) is None:
             return
-        staying = [view for view in run.control.core.views() if view.record.role is role and _stays(view.status.state)]
+        staying = [view for view in control.core.views() if view.record.role is role and _stays(view.status.state)]
         if len(staying) > 1:
-            run.control.wants_no_more(run.control.core.pools.scale({role: len(staying) - 1}))
+            control.wants_no_more(control.core.pools.scale({role: len(staying) - 1}))
 
     return end
 
@@ -304,61 +319,63 @@ def _stays(state: str) -> bool:
 
 def _cordon(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Cordon a node: who serves there goes on, and nobody starts there."""
-    if not run.router.process.alive or not run.control.reaches(run.router.process):
+    control = run.clusters[fault.model]
+    if _reaching(run, fault) is None:
         return None
-    run.control.core.pools.cordon(fault.target)
+    control.core.pools.cordon(fault.name)
 
     def end() -> None:
-        if run.control.away or not run.control.reaches(run.router.process):
+        if control.away or not control.reaches(run.router.process):
             run.agenda.after(_LOOK_S, end)  # The operator asks again.
         else:
-            run.control.core.pools.uncordon(fault.target)
+            control.core.pools.uncordon(fault.name)
 
     return end
 
 
 def _apply(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Change settings of the workers, and restart them one by one, as `twinpool apply` does."""
-    if not run.control.reaches(run.router.process):
+    control = run.clusters[fault.model]
+    if not control.reaches(run.router.process):
         return None
-    run.control.change_settings()
-    _roll(run, sorted(name for name, host in run.control.hosts.items() if host.process.alive))
+    control.change_settings()
+    _roll(run, fault, sorted(name for name, host in control.hosts.items() if host.process.alive))
     return nothing
 
 
 def _change(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Change what is served: an operator's pause, and sleep, end after a while."""
     assert fault.change is not None
-    if not run.router.process.alive or not run.control.reaches(run.router.process):
-        return None
-    if not run.control.change(fault.change):
+    control = run.clusters[fault.model]
+    if _reaching(run, fault) is None or not control.change(fault.change):
         return None
 
     def end() -> None:
         back = PauseCluster(paused=False) if isinstance(fault.change, PauseCluster) else SleepCluster(0)
-        if run.control.away or not run.control.reaches(run.router.process):
+        if control.away or not control.reaches(run.router.process):
             run.agenda.after(_LOOK_S, end)  # The operator asks again.
         else:
-            run.control.change(back)
+            control.change(back)
 
     return end
 
 
-def _roll(run: FaultTarget, names: list[WorkerName]) -> None:
+def _roll(run: FaultTarget, fault: PlannedFault, names: list[WorkerName]) -> None:
     """Restart the first of `names`, and when it is back, or that takes too long, the next."""
     if not names:
         return
     name, *rest = names
-    before = run.control.hosts[name].incarnation
-    if not run.router.process.alive or not run.router.restart(name):
-        _roll(run, rest)
+    hosts, service = run.clusters[fault.model].hosts, _service(run, fault)
+    before = hosts[name].incarnation
+    if service is None or not service.restart(name):
+        _roll(run, fault, rest)
         return
     deadline = run.agenda.now() + ROLLED_S
 
     def look() -> None:
-        host = run.control.hosts[name]
+        host = hosts[name]
         if (host.incarnation > before and host.lease.held) or run.agenda.now() >= deadline:
-            _roll(run, rest)
+            _roll(run, fault, rest)
         else:
             run.agenda.after(_LOOK_S, look)
 
@@ -422,7 +439,7 @@ _TOLD = (
 def count(run: FaultTarget) -> None:
     """Count into `run.counts` what its parts have counted."""
     counts = run.counts
-    for host in run.control.all_hosts:
+    for host in [host for control in run.clusters.values() for host in control.all_hosts]:
         for name in _TOLD:
             counts[name] += int(host.snapshot.counters.get(name, 0))
         if host.built.followers is not None:
@@ -433,8 +450,8 @@ def count(run: FaultTarget) -> None:
     counts.update({f"stores_{kind}": met for kind, met in run.world.store_faults.done.items()})
     if run.store is not None:
         counts["cancelled_running"] = run.store.cancelled_running
-    for router in run.routers:
-        _count_router(counts, router)
+    for service in [service for router in run.routers for service in router.services.values()]:
+        _count_router(counts, service)
     if not run.plan.shape.config["faults"]["retract_every"]:
         counts["pressed_out"] = counts["retractions"]
         counts["pressed_seeds"] = int(counts["retractions"] > 0)
@@ -446,6 +463,7 @@ def _count_router(counts: Counter[str], router: SimRouter) -> None:
     counts["migrated"] += core.migrations.counts.migrated
     counts["stayed"] += core.migrations.counts.stayed
     counts["replays"] += core.counts.replays
+    counts["woken"] += router.demand.wakes
     counts.update({f"local_{why}": met for why, met in core.counts.local_prompts.items()})
 
 

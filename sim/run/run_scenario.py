@@ -25,20 +25,23 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.ids import RequestId
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimNetwork, SimSwitch
 from twinpool.sim.fabric.sim_storage import SimArenas, SimStore
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.virtual_time import VirtualLoop, VirtualTime
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
-from twinpool.sim.nodes.sim_router import SimRouter
+from twinpool.sim.nodes.sim_router import SimRouter, SimRouterProcess
+from twinpool.sim.nodes.sim_worker import SimHost
 from twinpool.sim.run.faults import count, schedule
 from twinpool.sim.run.sim_clients import SimClients
-from twinpool.sim.scenario.scenario import Scenario
+from twinpool.sim.scenario.scenario import ClusterShape, Scenario
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0
@@ -84,31 +87,58 @@ class ScenarioRun:
         self.agenda = VirtualTime()
         shape, rng = plan.shape, random.Random(f"run {plan.seed}")
         self.network = SimNetwork(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
-        config = config_from_dict(_config(shape.config))
-        storage = config.cache.storage
-        has_store = storage.backend != "none"
+        configs = {name: config_from_dict(_config(one.config)) for name, one in plan.shapes.items()}
+        storages = [one.cache.storage for one in configs.values() if one.cache.storage.backend != "none"]
         self.store = (
-            SimStore(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
+            SimStore(f"simulated {next(_runs)}", storages[0].max_bytes, rng, 5 * shape.delay_s) if storages else None
         )
+        sleeps = any(one.cluster.sleep_after_s for one in configs.values())
+        self.loop = VirtualLoop(self.agenda, self.violated) if sleeps else None
         self.world = SimWorld(
             self.agenda,
             rng,
             shape,
-            config,
+            configs[""],
             SimSwitch(self.network),
             {},
             WireDamage(),
             StoreFaults(random.Random(f"stores {plan.seed}"), _STORE_FAULTS),
             SimArenas(),
-            self.store,
+            self.store if configs[""].cache.storage.backend != "none" else None,
             self.say,
             self.violated,
             frozenset((ask.sampling.seed, ask.sampling.choice) for ask in plan.asks if ask.background),
+            foreign=partial(self._foreign, ""),
+            loop=self.loop,
         )
-        self.control = SimControl(self.world)
+        self.clusters = {
+            name: SimControl(self._world_of(name, one, configs[name])) for name, one in plan.shapes.items()
+        }
+        self.control = self.clusters[""]
         self.clients = SimClients(self)
         self._router_starts = 0
         self.routers = [self._new_router(index) for index in range(shape.routers)]
+
+    def _world_of(self, model: str, shape: ClusterShape, config: Config) -> SimWorld:
+        """What the processes of a model's cluster share."""
+        if not model:
+            return self.world
+        return replace(
+            self.world,
+            shape=shape,
+            config=config,
+            planes={},
+            arenas=SimArenas(),
+            store=self.store if config.cache.storage.backend != "none" else None,
+            model=model,
+            place=list(self.plan.shapes).index(model),
+            foreign=partial(self._foreign, model),
+        )
+
+    def _foreign(self, model: str, request_id: RequestId) -> bool:
+        """Whether a request is one of clients, and of another model."""
+        number = request_id[1:].partition(".")[0]
+        return request_id.startswith("r") and number.isdigit() and self.clients.model_of(int(number)) != model
 
     # ------------------------------------------------------------ what is said
 
@@ -123,20 +153,24 @@ class ScenarioRun:
     # ------------------------------------------------------------ clients
 
     @property
-    def router(self) -> SimRouter:
+    def router(self) -> SimRouterProcess:
         """The first router that lives, or the first."""
         return next((router for router in self.routers if router.process.alive), self.routers[0])
 
-    def _new_router(self, index: int) -> SimRouter:
-        self._router_starts += 1
-        return SimRouter(self.world, self.control, self._router_starts, self.clients, index)
+    def _new_router(self, index: int) -> SimRouterProcess:
+        first = self._router_starts + 1
+        process, services = self.control.new_process(f"router-{index}#{first}", "node-head"), {}
+        for name, control in self.clusters.items():
+            self._router_starts += 1
+            services[name] = SimRouter(control.world, control, process, self._router_starts, self.clients)
+        return SimRouterProcess(process, index, services)
 
     def restart_router(self, index: int) -> None:
         """Start a router again; clients whose connections ended with it, and who found no other, ask again."""
         before, self.routers[index] = self.routers[index], self._new_router(index)
         self.clients.restarted(before)
 
-    def lost_router(self, router: SimRouter) -> None:
+    def lost_router(self, router: SimRouterProcess) -> None:
         self.clients.lost(router)
 
     # ------------------------------------------------------------ the run
@@ -158,6 +192,8 @@ class ScenarioRun:
         finally:
             if self.store is not None:
                 self.store.close()
+            if self.loop is not None:
+                self.loop.end()
 
     def _until(self, reached: Callable[[], bool], deadline: float) -> int:
         events = 0
@@ -180,8 +216,7 @@ class ScenarioRun:
             events += self._until(lambda: False, self.agenda.now() + 1.0)
             unrest = self._unrest()
         self.violations += unrest
-        hosts = [host for host in self.control.all_hosts if host.ended is None]
-        for host in hosts:
+        for host in [host for host in self._hosts if host.ended is None]:
             self.violations += [f"{host.process}: {line}" for line in host.worker.check().violations]
         self.violations += [f"{r.process.name}: {line}" for r in self.routers for line in r.check() if r.process.alive]
         self.violations += self._found_damaged()
@@ -190,21 +225,17 @@ class ScenarioRun:
     def _found_damaged(self) -> list[str]:
         if any(self.counts[kind] for kind in _DAMAGING):
             return []
-        hosts = [(host, host.snapshot.counters) for host in self.control.all_hosts]
+        hosts = [(host, host.snapshot.counters) for host in self._hosts]
         found = [(host, name, counters.get(name, 0)) for host, counters in hosts for name in _SUSPECT]
         return [f"{host.process}: {name} is {n:g}, and nothing was damaged" for host, name, n in found if n]
 
+    @property
+    def _hosts(self) -> list[SimHost]:
+        """All incarnations of all workers of all models."""
+        return [host for control in self.clusters.values() for host in control.all_hosts]
+
     def _unrest(self) -> list[str]:
-        found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
-        found += self.control.unsettled()
-        for view in self.control.core.views():
-            host = self.control.hosts.get(WorkerName(view.record.name))
-            given_up = view.record.name in self.control.given_up | self.control.sent_away
-            if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
-                found.append(f"{view.record.name} is {view.status.state}")
-            if view.status.state == "left" and view.record.name in self.control.returning - self.control.given_up:
-                found.append(f"{view.record.name} has left, and was to start again")
-        return found
+        return [line for control in self.clusters.values() for line in control.unrest()]
 
     def _result(self, events: int) -> ScenarioResult:
         count(self)
@@ -213,9 +244,9 @@ class ScenarioRun:
         )
 
 
-def _config(drawn: dict[str, object]) -> dict[str, object]:
+def _config(drawn: dict[str, dict[str, object]]) -> dict[str, object]:
     """The configuration, with leases and timeouts short enough to save virtual time, and long enough for all faults."""
-    return {
+    plain: dict[str, dict[str, object]] = {
         "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 6.0, "stall_s": 4.0, "restart_limit": 100},
         "router": {"replay_limit": 100, "worker_wait_s": 120.0},
         "transfer": {
@@ -226,8 +257,8 @@ def _config(drawn: dict[str, object]) -> dict[str, object]:
             "layers": True,
             "layer_group_bytes": 1,
         },
-        **drawn,
     }
+    return {**plain, **{name: plain.get(name, {}) | section for name, section in drawn.items()}}
 
 
 class _IntoLog(logging.Handler):

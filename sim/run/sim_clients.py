@@ -14,16 +14,18 @@ from typing import Protocol
 
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.pool_changes import FlushCaches, SleepCluster, UpdateWeights
+from twinpool.contracts.messages.pool_changes import FlushCaches, ServingChange, SleepCluster, UpdateWeights
 from twinpool.contracts.messages.worker_events import Done, LegReport
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.router_actions import EndRequest
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.hash_answers import ExpectedAnswer, recite
 from twinpool.sim.fabric.virtual_time import VirtualTime
-from twinpool.sim.nodes.build_sim_worker import versions_of
+from twinpool.sim.nodes.build_sim_worker import MODEL, content_of, versions_of
+from twinpool.sim.nodes.sim_claims import OpenAnswer
 from twinpool.sim.nodes.sim_controller import SimControl
-from twinpool.sim.nodes.sim_router import OpenAnswer, SimRouter
+from twinpool.sim.nodes.sim_router import SimRouter, SimRouterProcess
+from twinpool.sim.nodes.sim_worker import SimHost
 from twinpool.sim.run.faults import kinds_of
 from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
@@ -31,6 +33,8 @@ RECONNECT_S = 0.02
 """Seconds after which the first client whose router is gone asks another one."""
 _RETRY_S = 0.5
 """Seconds after which a client asks again whose router is gone, or whose cluster sleeps."""
+WAKE_S = 20.0
+"""Seconds in which a cluster that sleeps until there are requests wakes, where nothing else happens to it."""
 _OPERATORS = ("weights", "flush", "pause", "sleep")
 """Faults that are operators' changes of what is served."""
 
@@ -41,11 +45,12 @@ class ClientRun(Protocol):
     plan: Scenario
     agenda: VirtualTime
     counts: Counter[str]
-    control: SimControl
-    routers: list[SimRouter]
+    clusters: dict[str, SimControl]
+    """By model."""
+    routers: list[SimRouterProcess]
 
     @property
-    def router(self) -> SimRouter: ...
+    def router(self) -> SimRouterProcess: ...
     def say(self, who: str, what: str) -> None: ...
     def violated(self, what: str) -> None: ...
 
@@ -60,7 +65,7 @@ class SimClient:
     version: str = ""
     """The version of the weights that its answer is of, as its router named it; empty before there is any."""
     request_id: RequestId | None = None
-    router: SimRouter | None = None
+    router: SimRouterProcess | None = None
     """The one that it has asked last."""
     tries: int = 0
     began: float = 0.0
@@ -76,22 +81,37 @@ class SimClient:
     def over(self) -> bool:
         return self.over_at is not None
 
+    @property
+    def model(self) -> str:
+        """The model that its request names: by an adapter over it, where it has one."""
+        adapter = self.ask.sampling.adapter
+        return adapter.name if adapter is not None else self.ask.model or MODEL.name
+
+    def hears(self, router: SimRouter) -> bool:
+        """Whether it listens to what this router says: it may have asked another one since."""
+        return self.router is not None and self.router.process is router.process
+
 
 class SimClients:
     """Implements `sim.nodes.sim_router.RouterClients`. It has more than twenty methods: one for each thing that clients
     do or hear."""
 
     def __init__(self, run: ClientRun) -> None:
-        self._run, shape = run, run.plan.shape
-        self._spec, self._contents = pool_set(shape.pools, shape.page_tokens), versions_of()
+        self._run, shapes = run, run.plan.shapes
+        self._specs = {name: pool_set(shape.pools, shape.page_tokens) for name, shape in shapes.items()}
+        self._contents = {name: versions_of(name) for name in shapes}
         self._clients = [SimClient(ask, self._answer(ask, "")) for ask in run.plan.asks]
         self._by_number = {client.ask.number: client for client in self._clients}
         self.on_told: Callable[[ScenarioRequest, int], None] = lambda ask, count: None
         """Called with each request of which tokens have come, and how many."""
 
     def _answer(self, ask: ScenarioRequest, weights: str) -> ExpectedAnswer:
-        """The answer with the weights of this digest; empty: the checkpoint's."""
-        return recite(self._spec, ask.prompt, ask.sampling, weights)
+        """The answer of its model with the weights of this digest; empty: the checkpoint's."""
+        return recite(self._specs[ask.model], ask.prompt, ask.sampling, content_of(ask.model, weights))
+
+    def model_of(self, number: int) -> str:
+        """The model that a request of this number asks."""
+        return self._by_number[number].ask.model
 
     @property
     def over(self) -> bool:
@@ -114,24 +134,24 @@ class SimClients:
             if client.ask.leaves_at is not None:
                 self._run.agenda.after(client.ask.leaves_at, partial(self._leave, client))
 
-    def restarted(self, before: SimRouter) -> None:
+    def restarted(self, before: SimRouterProcess) -> None:
         """A router was started again: clients whose connections ended with it, and who found no other, ask again."""
         for client in self._clients:
             if not client.over and client.router is before:
                 self._ask(client)
 
-    def lost(self, router: SimRouter) -> None:
+    def lost(self, router: SimRouterProcess) -> None:
         """Have clients whose connections ended with a router ask another one, where there is one."""
         for client in self._clients:
             if client.router is router and self._run.router.process.alive:
                 delay_s = RECONNECT_S * (1 + client.ask.number % 5)
                 self._run.agenda.after(delay_s, partial(self._ask_elsewhere, client, router))
 
-    def _ask_elsewhere(self, client: SimClient, router: SimRouter) -> None:
+    def _ask_elsewhere(self, client: SimClient, router: SimRouterProcess) -> None:
         if client.router is router and self._run.router.process.alive:
             self._ask(client)
 
-    def _alive(self) -> list[SimRouter]:
+    def _alive(self) -> list[SimRouterProcess]:
         return [router for router in self._run.routers if router.process.alive]
 
     def _ask(self, client: SimClient) -> None:
@@ -158,8 +178,11 @@ class SimClients:
             client.version = ""
         client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
         wanted = client.ask.sampling.max_tokens
-        self._run.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
-        self._router_of(client).submit(client.ask, client.request_id, len(client.got), client.began)
+        of = f" of {client.ask.model}" if client.ask.model else ""
+        self._run.say("client", f"asks {client.request_id}{of}: {len(client.ask.prompt)} tokens, {wanted} wanted")
+        assert client.router is not None
+        self._run.counts["asked_of_another_model"] += bool(client.ask.model)
+        client.router.named(client.model).submit(client.ask, client.request_id, len(client.got), client.began)
 
     def _reconnect(self, client: SimClient, noticed_s: float) -> None:
         """A client asks again on a connection to the next router that lives, which may be the same."""
@@ -173,10 +196,10 @@ class SimClients:
         if client.router is not before:
             self._run.agenda.after(noticed_s, partial(self._notice, client, before, request_id))
 
-    def _notice(self, client: SimClient, before: SimRouter, request_id: RequestId) -> None:
+    def _notice(self, client: SimClient, before: SimRouterProcess, request_id: RequestId) -> None:
         """A router sees that nobody reads a connection any more. One that the client came back to knew it then."""
         if client.router is not before:
-            before.process.do(lambda: before.cancel(request_id))
+            before.process.do(lambda: before.named(client.model).cancel(request_id))
 
     def _leave(self, client: SimClient) -> None:
         if client.over:
@@ -187,8 +210,9 @@ class SimClients:
             self._router_of(client).cancel(client.request_id)
 
     def _router_of(self, client: SimClient) -> SimRouter:
+        """The service that has the client's request."""
         assert client.router is not None
-        return client.router
+        return client.router.named(client.model)
 
     def _id(self, client: SimClient) -> RequestId:
         assert client.request_id is not None
@@ -200,20 +224,22 @@ class SimClients:
         """The client of an answer of which something has come; None where it has gone to another router since. Its
         first part says which weights it is of, and no other part may say otherwise."""
         client, version = self._by_number[answer.ask.number], answer.request.weights
-        if client.router is not router:
+        if not client.hears(router):
             return None
         if not client.version:
-            if version not in self._contents:
+            ask, contents = client.ask, self._contents[client.ask.model]
+            if version not in contents:
                 self._run.violated(f"{client.request_id} is of weights that nobody has: {version!r}")
-            client.version, client.expected = version, self._answer(client.ask, self._contents.get(version, ""))
-            self._run.counts["of_other_weights"] += bool(self._contents.get(version))
+            content = contents.get(version, "")
+            client.version, client.expected = version, recite(self._specs[ask.model], ask.prompt, ask.sampling, content)
+            self._run.counts["of_other_weights"] += content != content_of(ask.model, "")
         elif version != client.version:
             self._run.violated(f"{client.request_id} is of the weights {client.version}, and of {version}")
         return client
 
     def on_resumed(self, router: SimRouter, ask: ScenarioRequest, request_id: RequestId) -> None:
         client = self._by_number[ask.number]
-        if client.router is router:
+        if client.hears(router):
             client.request_id = request_id
             self._run.counts["resumed_elsewhere"] += 1
 
@@ -260,7 +286,7 @@ class SimClients:
     def on_end(self, router: SimRouter, answer: OpenAnswer, end: EndRequest) -> None:
         ask, run = answer.ask, self._run
         client = self._by_number[ask.number]
-        if client.router is not router:
+        if not client.hears(router):
             return
         if end.done.error is ErrorKind.SUPERSEDED and ask.reconnects:
             # The router of its connection before took the answer back for it: that one has not noticed yet.
@@ -273,7 +299,8 @@ class SimClients:
         self._end(client)
         if end.done.error is None:
             run.counts["answered"] += 1
-            run.counts.update(kinds_of(client.ask, self._spec))
+            run.counts.update(kinds_of(client.ask, self._specs[ask.model]))
+            run.counts["answered_by_another_model"] += bool(ask.model)
             if tuple(client.got) != client.expected.tokens:
                 wanted = len(client.expected.tokens)
                 run.violated(f"{client.request_id} ended after {len(client.got)} of {wanted} tokens")
@@ -290,7 +317,8 @@ class SimClients:
 
     def _sleeps(self, client: SimClient, done: Done) -> bool:
         """Whether nothing of an answer was told when the cluster was put to sleep: it can be asked for again."""
-        slept = any(isinstance(change, SleepCluster) and change.level for _, change in self._run.control.changes)
+        changes = self._changes(client.ask)
+        slept = any(isinstance(change, SleepCluster) and change.level for _, change in changes)
         told = client.got or client.scores is not None
         return slept and not told and done.error is ErrorKind.OVERLOADED and "sleeps" in done.message
 
@@ -307,10 +335,14 @@ class SimClients:
         )
         ending = [
             at + change.wait_s
-            for at, change in self._run.control.changes
+            for at, change in self._changes(client.ask)
             if isinstance(change, UpdateWeights | FlushCaches) or (isinstance(change, SleepCluster) and change.level)
         ]
         return any(lost or now >= over for over in ending)
+
+    def _changes(self, ask: ScenarioRequest) -> list[tuple[float, ServingChange]]:
+        """What operators have changed of what its model serves, and when."""
+        return self._run.clusters[ask.model].changes
 
     @property
     def _faults(self) -> set[str]:
@@ -323,15 +355,17 @@ class SimClients:
         if ask.first_token_s is None:
             self._run.violated(f"{client.request_id} was refused as late and is patient")
 
-    def on_sleep(self, ask: ScenarioRequest) -> None:
+    def on_sleep(self, ask: ScenarioRequest, waited_s: float = 0.0) -> None:
         self._run.counts["asked_of_a_sleeper"] += 1
+        if waited_s > WAKE_S and not any(self._run.counts[kind] for kind in self._faults):
+            self._run.violated(f"request {ask.number} has waited {waited_s:.1f} s for a cluster to wake")
         self._run.agenda.after(_RETRY_S, partial(self._ask, self._by_number[ask.number]))
 
     def on_redraw(self, ask: ScenarioRequest) -> None:
         client = self._by_number[ask.number]
         self._end(client)
         self._run.counts["not_drawn_again"] += 1
-        if not any(isinstance(change, UpdateWeights | FlushCaches) for _, change in self._run.control.changes):
+        if not any(isinstance(change, UpdateWeights | FlushCaches) for _, change in self._changes(ask)):
             self._run.violated(f"{client.request_id} isn't drawn again, and no weights were changed")
 
     def _is_late(self, client: SimClient) -> bool:
@@ -347,15 +381,17 @@ class SimClients:
             return
         if ask.sampling.prompt_logprobs is not None and progress.role is Role.PREFILL and not self._shown(ask):
             self._run.violated(f"request {ask.number} wants its prompt scored, and {found} tokens were not computed")
-        host = self._run.control.host(worker)
+        control = self._run.clusters[ask.model]
+        host = control.host(worker)
         weights, number = (host.weights.digest, host.weights.number) if host.weights is not None else ("", 0)
         whole = (*ask.prompt, *self._answer(ask, weights).tokens)
-        again = progress.attempt > 0 or self._by_number[ask.number].tries > 1 or self._restarts(worker)
-        now, since = self._run.agenda.now(), self._run.control.since[number]
+        again = progress.attempt > 0 or self._by_number[ask.number].tries > 1 or self._restarts(host)
+        now, since = self._run.agenda.now(), control.since[number]
         known = [
             _common(whole, (*other.ask.prompt, *self._answer(other.ask, weights).tokens))
             for other in self._clients
-            if other.ask.salt == ask.salt and other.ask.at <= now and (again or other.ask.number != ask.number)
+            if (other.ask.model, other.ask.salt) == (ask.model, ask.salt)
+            if other.ask.at <= now and (again or other.ask.number != ask.number)
             if other.over_at is None or other.over_at >= since
         ]
         if found > max(known, default=0):
@@ -363,9 +399,10 @@ class SimClients:
                 f"request {ask.number} found {found} tokens of its prompt, which nobody of its salt has said"
             )
 
-    def _restarts(self, worker: WorkerKey) -> bool:
+    @staticmethod
+    def _restarts(host: SimHost) -> bool:
         """Whether this worker has started requests over, which then find their own pages in the tree."""
-        counters = self._run.control.host(worker).worker.status().counters
+        counters = host.worker.status().counters
         return any(counters.get(counter, 0) for counter in ("preemptions", "pages_invalidated", "stale_pages"))
 
     def _shown(self, ask: ScenarioRequest) -> bool:

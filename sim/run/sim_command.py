@@ -24,8 +24,9 @@ import torch
 
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.run.run_scenario import ScenarioResult, run_plan
+from twinpool.sim.scenario.cluster_kinds import as_colocated, as_conditional
 from twinpool.sim.scenario.scenario import KINDS, Scenario
-from twinpool.sim.scenario.scenario_draw import as_colocated, as_conditional, draw
+from twinpool.sim.scenario.scenario_draw import draw
 
 T = TypeVar("T")
 StillFails = Callable[[Scenario], bool]
@@ -142,6 +143,9 @@ def describe(plan: Scenario) -> list[str]:
         f"{shape.nodes} nodes, device {'late' if shape.adversarial else 'at once'}",
         f"config {shape.config}",
     ]
+    for name, other in plan.models.items():
+        workers = ", ".join(f"{many} {role}" for role, many in other.workers.items())
+        lines += [f"model {name}: {workers}, pools {other.pools}", f"config {other.config}"]
     lines += [f"{fault.at:10.4f}  {fault}" for fault in plan.faults]
     lines += [
         f"{ask.at:10.4f}  request {ask.number}: {len(ask.prompt)} tokens, {ask.sampling.max_tokens} wanted"

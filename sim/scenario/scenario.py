@@ -19,7 +19,7 @@ from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.pool_changes import ServingChange
 from twinpool.contracts.messages.router_commands import BACKGROUND
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.sim.fabric.hash_answers import STATE_PLACES, VOCABULARY
 from twinpool.sim.fabric.virtual_time import StepCosts
 
@@ -34,6 +34,11 @@ def digest_of(path: str, number: int = 0) -> str:
     if path == UNREADABLE and number % 2:
         raise CheckpointError(f"{path} can't be read")
     return hashlib.sha256(f"{path} {number % 2 if path == UNLIKE else 0}".encode()).hexdigest()
+
+
+def adapter_of(name: str, path: str) -> AdapterRef:
+    """The adapter in a folder, under a name."""
+    return AdapterRef(name, path.strip("/") * 8, path)
 
 
 def version_of(path: str) -> str:
@@ -75,6 +80,8 @@ class ScenarioRequest:
     """Whether it has an Idempotency-Key: its client asks another router for the rest when its own is gone."""
     reconnects: tuple[Reconnect, ...] = field(default=(), repr=False)
     """Of a keyed one."""
+    model: str = field(default="", repr=False)
+    """The model that is asked, of `Scenario.models`; empty: the first."""
 
     @property
     def background(self) -> bool:
@@ -92,6 +99,16 @@ class PlannedFault:
     lasts: float = 0.0
     change: ServingChange | None = None
     """What an operator changes of what is served; None: nothing."""
+
+    @property
+    def model(self) -> str:
+        """The model in whose cluster it strikes: what its target has before a slash. Empty: the first, or all."""
+        return self.target.rpartition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """Its target, as the model's cluster calls it."""
+        return self.target.rpartition("/")[2]
 
     def __str__(self) -> str:
         between = f" and {self.other}" if self.other else ""
@@ -142,6 +159,13 @@ class Scenario:
     shape: ClusterShape
     asks: tuple[ScenarioRequest, ...]
     faults: tuple[PlannedFault, ...]
+    models: dict[str, ClusterShape] = field(default_factory=dict)
+    """Further models behind the same routers, each with a cluster of its own, by name."""
+
+    @property
+    def shapes(self) -> dict[str, ClusterShape]:
+        """The clusters of all models; the first one's name is empty."""
+        return {"": self.shape, **self.models}
 
 
 def pool_set(name: str, page_tokens: int) -> PoolSetSpec:

@@ -1,8 +1,4 @@
-"""Draws a scenario from a seed: its cluster, requests and faults.
-
-The same plan can be had for a cluster of colocated workers, one for each decode worker, and for one whose decode
-workers compute prompts, too.
-"""
+"""Draws a scenario from a seed: its clusters, requests and faults."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from twinpool.contracts.messages.pool_changes import (
     UpdateWeights,
 )
 from twinpool.contracts.messages.router_commands import BACKGROUND
-from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.sim.fabric.hash_answers import VOCABULARY, recite
 from twinpool.sim.scenario.scenario import (
     CONTEXT,
@@ -39,6 +34,7 @@ from twinpool.sim.scenario.scenario import (
     Reconnect,
     Scenario,
     ScenarioRequest,
+    adapter_of,
     pool_set,
     rush,
     sampling_of,
@@ -46,6 +42,12 @@ from twinpool.sim.scenario.scenario import (
 )
 
 ADAPTERS = ("one", "two", "three")
+MODELS = ("small", "large")
+"""Further models behind the same routers."""
+SHARED = (
+    "router", "partition", "slow", "corrupt", "metadata", "notice", "errors", "rot", "forget",
+)  # fmt: skip
+"""Faults of what all models' clusters share."""
 STEP_TOKENS = 8
 """Token budget of a prefill step: prompts take several."""
 
@@ -62,7 +64,8 @@ def draw(seed: int) -> Scenario:
     plan = _of_several_routers(random.Random(f"routers {seed}"), plan)
     plan = _with_equal_keys(random.Random(f"equal keys {seed}"), plan)
     plan = _with_serving_changes(random.Random(f"serving {seed}"), plan)
-    return _with_background(random.Random(f"background {seed}"), plan)
+    plan = _with_background(random.Random(f"background {seed}"), plan)
+    return _with_models(random.Random(f"models {seed}"), plan)
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -196,7 +199,7 @@ def _adapted(asks: Sequence[ScenarioRequest]) -> list[ScenarioRequest]:
     rng, found = random.Random(f"adapters of {asks!r}"), []
     for ask in asks:
         name = rng.choice(("", *ADAPTERS))
-        adapter = AdapterRef(name, name * 8, f"/{name}") if name else None
+        adapter = adapter_of(name, f"/{name}") if name else None
         sampling = structs.replace(ask.sampling, adapter=adapter)
         found.append(replace(ask, sampling=sampling, salt=adapter.salted(ask.salt)) if adapter is not None else ask)
     return found
@@ -309,6 +312,83 @@ def _with_background(rng: random.Random, plan: Scenario) -> Scenario:
     return replace(plan, shape=replace(plan.shape, config=config), asks=asks)
 
 
+def _with_models(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have some plans' routers serve two or three models, each with faults of its own; some fall asleep when nobody
+    asks."""
+    if rng.random() >= 0.125:
+        return plan
+    models = {name: _of_model(rng, plan.shape, name) for name in MODELS[: rng.choice((1, 1, 1, 2))]}
+    asks = [_asking(rng.choice((*models, rng.choice(("", *models)))), ask) for ask in plan.asks]
+    faults = list(plan.faults)
+    for name, shape in models.items():
+        mine = [ask for ask in asks if ask.model == name]
+        if mine:
+            faults += [_struck(fault, name) for fault in _of_one_model(rng, shape, mine)]
+    lead = plan.shape
+    for name in ("", *models):
+        if rng.random() < 0.5:
+            sleepy = _sleepy(rng, models[name] if name else lead)
+            lead, models = (lead, models | {name: sleepy}) if name else (sleepy, models)
+            late = [rng.random() < 0.3 for _ in asks]
+            later = [_postponed(ask, rng.choice((2.0, 4.0, 6.0))) for ask in asks]
+            asks = [
+                then if ask.model == name and is_late else ask
+                for ask, then, is_late in zip(asks, later, late, strict=True)
+            ]
+    faults.sort(key=lambda fault: fault.at)
+    return replace(plan, shape=lead, models=models, asks=tuple(asks), faults=tuple(faults))
+
+
+def _of_model(rng: random.Random, lead: ClusterShape, name: str) -> ClusterShape:
+    """Draw the cluster of another model, on the machines of the first one."""
+    shape = _drafted(rng, _shape(rng, pressed=False))
+    config = shape.config
+    if "adapters" in lead.config:
+        load = ",".join(f"{one}-{name}=/{one}" for one in ADAPTERS)
+        config = config | {"adapters": lead.config["adapters"] | {"load": load}}
+        config |= {role: config[role] | {"tp": 1} for role in ("prefill", "decode")}
+    return replace(
+        lead,
+        prefill=rng.choice((1, 1, 2)),
+        decode=min(shape.decode, 2),
+        pools=shape.pools,
+        page_tokens=shape.page_tokens,
+        step_s=shape.step_s,
+        pressed=False,
+        config=config,
+    )
+
+
+def _asking(model: str, ask: ScenarioRequest) -> ScenarioRequest:
+    """The request, asked of this model: for one of its own adapters, where it was for one."""
+    adapter = ask.sampling.adapter
+    if not model or adapter is None:
+        return replace(ask, model=model)
+    mine = adapter_of(f"{adapter.name}-{model}", adapter.path)
+    return replace(ask, model=model, sampling=structs.replace(ask.sampling, adapter=mine))
+
+
+def _of_one_model(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> list[PlannedFault]:
+    """Draw what happens to one model's cluster alone."""
+    found = (*_absences(rng, asks), *_operations(rng, shape, asks), *_faults(rng, shape, asks))
+    changes = _with_serving_changes(rng, Scenario(0, shape, tuple(asks), ())).faults
+    mine = [fault for fault in (*found, *changes) if fault.kind not in SHARED]
+    return rng.sample(mine, min(len(mine), rng.choice((0, 1, 2, 4))))
+
+
+def _struck(fault: PlannedFault, model: str) -> PlannedFault:
+    """The fault, in the cluster of this model: it is its workers and its controller that are named."""
+    other = f"{model}/{fault.other}" if fault.other and not fault.other.startswith(("router", "*")) else fault.other
+    return fault if fault.target.startswith("router") else replace(fault, target=f"{model}/{fault.target}", other=other)
+
+
+def _sleepy(rng: random.Random, shape: ClusterShape) -> ClusterShape:
+    """Have a model's cluster fall asleep for want of requests."""
+    sleep = {"sleep_after_s": rng.choice((0.5, 1.0, 2.0)), "sleep_level": rng.choice((1, 2))}
+    wake = {"wake_timeout_s": rng.choice((4.0, 60.0, 60.0)), "wake_queue": rng.choice((1, 64, 64))}
+    return replace(shape, config=shape.config | {"cluster": sleep, "router": wake})
+
+
 def _postponed(ask: ScenarioRequest, by_s: float) -> ScenarioRequest:
     leaves_at = None if ask.leaves_at is None else ask.leaves_at + by_s
     reconnects = tuple(replace(one, at=one.at + by_s) for one in ask.reconnects)
@@ -385,50 +465,3 @@ def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequ
     if "rank" not in kinds and len(ends) > len(names) + 1 and rng.random() < 0.3:
         faults.append(PlannedFault("rank", rng.choice(asks).at + rng.expovariate(2.0), rng.choice(names)))
     return tuple(sorted(faults, key=lambda f: f.at))
-
-
-def as_colocated(plan: Scenario) -> Scenario:
-    """Return the plan with colocated workers in place of both pools.
-
-    They have decode's pools and ranks. Faults of a prefill or decode worker strike the colocated one of its number, and
-    those between two workers that became one are left out. Where a worker was to change its role, it is drained.
-    """
-    shape = plan.shape
-    count = shape.decode
-    decode = shape.config["decode"]
-    colocate = {"prompt_tokens": 1 + plan.seed % 8, "tp": decode["tp"], "cache": decode["cache"]}
-    config = {**shape.config, "colocate": colocate}
-    faults = [_moved(fault, count) for fault in plan.faults]
-    kept = tuple(f for f in faults if not _pointless(f, decode["tp"]))
-    return replace(plan, shape=replace(shape, colocated=count, config=config), faults=kept)
-
-
-def _moved(fault: PlannedFault, count: int) -> PlannedFault:
-    kind, lasts = ("drain", 1.0) if fault.kind == "role" else (fault.kind, fault.lasts)
-    return replace(
-        fault, kind=kind, lasts=lasts, target=_renamed(fault.target, count), other=_renamed(fault.other, count)
-    )
-
-
-def _renamed(name: str, count: int) -> str:
-    """The colocated worker, or rank of one, that has the place of `name`; other names stay."""
-    role, _, rest = name.partition("-")
-    if role not in ("prefill", "decode"):
-        return name
-    number, dot, rank = rest.partition(".")
-    return f"colocated-{int(number) % count}{dot}{rank}"
-
-
-def _pointless(fault: PlannedFault, ranks: int) -> bool:
-    """Whether nothing is left to strike: two ends have become one, or a rank is named that there isn't."""
-    ends = [name for name in (fault.target, fault.other) if name]
-    numbers = [int(rank) for name in ends if (rank := name.partition(".rank")[2])]
-    return len(set(ends)) < len(ends) or any(number >= ranks for number in numbers)
-
-
-def as_conditional(plan: Scenario) -> Scenario:
-    """Return the plan with conditional disaggregation, under bounds that differ from seed to seed."""
-    shape = plan.shape
-    bounds = {"step_tokens": shape.page_tokens * (1 + plan.seed % 4), "local_tokens": 1 + 16 * (plan.seed % 5)}
-    config = {**shape.config, "disaggregation": {"mode": "conditional", **bounds}}
-    return replace(plan, shape=replace(shape, config=config))

@@ -22,11 +22,13 @@ def test_a_plan_for_colocated_workers_strikes_nobody_that_is_not_there() -> None
         plan, split = plan_of(seed, ClusterKind.COLOCATED), plan_of(seed)
         assert plan.shape.workers == {Role.COLOCATED: split.shape.decode}
         assert plan.asks == split.asks
-        names = {f"colocated-{n}" for n in range(plan.shape.colocated)}
         routers = {f"router-{n}" for n in range(plan.shape.routers)}
-        ranks = {f"{name}.rank{n}" for name in names for n in range(1, plan.shape.config["colocate"]["tp"])}
         for fault in plan.faults:
+            shape = plan.shapes[fault.model]
+            names = {f"colocated-{n}" for n in range(shape.colocated)}
+            ranks = {f"{name}.rank{n}" for name in names for n in range(1, shape.config["colocate"]["tp"])}
             for end in (fault.target, fault.other):
-                assert end in {"", "*"} | routers | names | ranks or end.startswith("node-"), fault
+                name = end.removeprefix(f"{fault.model}/")
+                assert name in {"", "*"} | routers | names | ranks or name.startswith("node-"), fault
             assert not fault.other or fault.other != fault.target
             assert fault.kind != "role"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from twinpool.sim.fabric.sim_network import SimControlTransport, SimNetwork, SimSwitch
-from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualLoop, VirtualTime
 from twinpool.transfer.net.control_channel import ControlTransport
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 
@@ -48,6 +49,34 @@ def test_things_happen_in_the_order_of_time_and_at_the_same_time_in_the_order_of
         pass
     assert seen == ["first", "second", "late"]
     assert agenda.now() == 2.0
+
+
+def test_a_loop_in_virtual_time_waits_for_what_is_due_and_takes_no_time() -> None:
+    agenda, seen, failed = VirtualTime(), list[tuple[float, str]](), list[str]()
+    loop = VirtualLoop(agenda, failed.append)
+
+    async def wait(name: str, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(2.0):
+                await asyncio.sleep(seconds)
+            seen.append((agenda.now(), name))
+        except TimeoutError:
+            seen.append((agenda.now(), f"{name} is late"))
+
+    for name, seconds in (("long", 1000.0), ("short", 1.0)):
+        agenda.after(0.5, lambda name=name, seconds=seconds: tasks.append(loop.create_task(wait(name, seconds))))  # type: ignore[misc]
+    tasks: list[asyncio.Task[None]] = []
+    agenda.after(3.0, lambda: loop.run(lambda: 1 / 0))
+    began = time.monotonic()
+    while len(seen) < 2 or not failed:
+        assert agenda.next()
+    assert seen == [(1.5, "short"), (2.5, "long is late")]
+    assert "ZeroDivisionError" in failed[0]
+    assert time.monotonic() - began < 60
+    tasks.append(loop.create_task(wait("cancelled", 1.0)))
+    loop.end()
+    assert tasks[-1].cancelled()
+    assert loop.is_closed()
 
 
 def test_a_stopped_process_does_later_what_a_dead_one_never_does(stage: Stage) -> None:

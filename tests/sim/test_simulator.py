@@ -12,13 +12,16 @@ import pytest
 from msgspec import structs
 
 from tests.sim.reach import counted, known, moves_of_tables
+from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.models_app import ModelSwitch
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.sim.run.run_scenario import run_plan
 from twinpool.sim.run.sim_command import run_seed, shrink, sim
 from twinpool.sim.scenario.scenario import KINDS, PlannedFault, Scenario
-from twinpool.sim.scenario.scenario_draw import draw
+from twinpool.sim.scenario.scenario_draw import MODELS, SHARED, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +38,7 @@ OFTEN = {
     "damaged_writes": 2, "damaged_metadata": 2, "damaged_notices": 2, "killed_in_write": 1,
     "stores_failed": 2, "stores_truncated": 2, "stores_reordered": 2, "shed": 5, "refused_early": 3,
     "of_other_weights": 20, "ended_by_change": 3, "background": 20,
+    "answered_by_another_model": 30, "woken": 3,
     "came_back": 20, "adapted": 20, "resumed_elsewhere": 10, "reconnects": 40, "superseded": 3,
 }  # fmt: skip
 """How often the chosen seeds meet each kind of thing at least."""
@@ -151,6 +155,43 @@ def test_d5_a_failover_that_draws_anew_is_found_and_shrunk(monkeypatch: pytest.M
     assert len(smaller.faults) <= 2
     monkeypatch.undo()
     assert run_plan(smaller).violations == ()
+
+
+@pytest.mark.slow
+def test_plans_have_several_models_each_with_a_cluster_faults_and_adapters_of_its_own() -> None:
+    plans = [plan for plan in map(draw, range(400)) if plan.models]
+    assert 25 <= len(plans) <= 80
+    assert any(len(plan.models) == 2 for plan in plans)
+    sleepy = [name for plan in plans for name, shape in plan.shapes.items() if "cluster" in shape.config]
+    assert sleepy.count("") >= 5
+    assert len(sleepy) - sleepy.count("") >= 5
+    asks = [(plan, ask) for plan in plans for ask in plan.asks]
+    assert {ask.model for _, ask in asks} == {"", *MODELS}
+    assert sum(bool(ask.model and ask.sampling.adapter) for _, ask in asks) >= 20
+    for plan, ask in asks:
+        served = config_from_dict({"adapters": plan.shapes[ask.model].config.get("adapters", {})}).adapters.configured
+        assert ask.sampling.adapter is None or ask.sampling.adapter.name in served
+    struck = {fault.kind for plan in plans for fault in plan.faults if fault.model}
+    assert struck >= {"crash", "drain", "weights", "controller", "restart"}
+    assert not struck & set(SHARED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["the first one", "another"])
+def test_a_request_that_reaches_another_model_is_found(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = next(plan for plan in map(draw, range(100)) if plan.models and any(ask.model for ask in plan.asks))
+    plan = replace(plan, faults=())
+    assert run_plan(plan).violations == ()
+    right = ModelSwitch.named
+
+    def wrong(self: ModelSwitch, model: object) -> RouterService:
+        found = right(self, model)
+        if which == "another":
+            return self.services[(self.services.index(found) + 1) % len(self.services)]
+        return self.lead
+
+    monkeypatch.setattr(ModelSwitch, "named", wrong)
+    assert any("of another model" in line for line in run_plan(plan).violations)
 
 
 def test_a_plan_is_made_as_small_as_its_failure_allows() -> None:

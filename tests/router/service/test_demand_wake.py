@@ -200,6 +200,32 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.asyncio
+async def test_who_waited_goes_on_in_the_order_in_which_it_came() -> None:
+    """An answer with a key is its client's who comes last: the one that has waited longer is the one before."""
+    workers = SimpleNamespace(served=ServedWeights(asleep=1, by_demand=True), needed=["prefill", "decode"])
+    core: Any = SimpleNamespace(workers=workers, requests=SimpleNamespace(waiting=0), serving=lambda role: [role])
+
+    async def change_pools(change: SleepCluster) -> None:
+        """It wakes later."""
+
+    demand = DemandWake(core, SimpleNamespace(change_pools=change_pools), router_config().router, ManualClock())
+    demand.observe()
+    came: list[int] = []
+
+    async def ask(number: int) -> None:
+        await demand.awake()
+        came.append(number)
+
+    asking = [asyncio.ensure_future(ask(number)) for number in range(40)]
+    await eventually(lambda: demand.waiting == 40)
+    workers.served = ServedWeights()
+    demand.observe()
+    await asyncio.gather(*asking)
+    assert came == list(range(40))
+    demand.close("it is over")
+
+
+@pytest.mark.asyncio
 async def test_how_long_a_wake_took_is_from_its_own_request_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand_wake, "RETRY_S", 0.0)
     asked, clock = list[SleepCluster](), ManualClock()
