@@ -436,9 +436,16 @@ def test_a_part_of_weights_is_put_onto_those_alone_that_it_was_made_for() -> Non
     for number in (0, 2):
         with pytest.raises(ConfigError, match="push them again"):
             pools.core.pools.make(replace(part, onto=number))
+    pools.unfit[WorkerName("decode-0")] = "its shapes are others"
+    pools.core.pools.make(UpdateWeights("/weights/unfit", "unfit"))
+    pools.settle(4)
+    assert pools.core.table.served.failed
+    pools.unfit.clear()
+    with pytest.raises(ConfigError, match="push them again"):
+        pools.core.pools.make(replace(part, onto=pools.core.table.served.tried))
     pools.core.pools.make(replace(part, onto=1))
     pools.settle()
-    assert set(pools.numbers.values()) == {2}
+    assert set(pools.numbers.values()) == {3}, "the change before it was given up"
 
 
 def test_weights_without_a_name_are_named_by_their_files() -> None:
