@@ -195,7 +195,9 @@ class SimSleeper:
             self.leave(self._latest.get(ask.number, request_id))  # Its client has another connection now.
             self._latest[ask.number] = request_id
         assert self._world.loop is not None
-        self._world.loop.create_task(self._wait(request_id, take, refuse))
+        task = self._world.loop.create_task(self._wait(request_id, take, refuse))
+        self._leave[request_id] = task.cancel  # Until it has begun.
+        task.add_done_callback(lambda _: self._leave.pop(request_id, None))
 
     async def _wait(self, request_id: RequestId, take: Callable[[], None], refuse: Callable[[float], None]) -> None:
         since = self._world.agenda.now()
