@@ -9,7 +9,7 @@ What was computed for a draft that is rejected lies behind the committed positio
 and the next step writes over it. Recurrent states are the same within a block of positions, but a whole block is folded
 into one matrix: so a row's drafts end before its block does.
 
-How many drafts a request has follows from what they gain. A step of `n` positions takes about `a + b n` seconds, and
+How many drafts a request has follows from what they gain. A step of about `n` positions takes `a + b n` seconds, and
 proposing `d` tokens `c d`; how often a draft of each place is drawn that follows drawn ones is counted by request. So
 the tokens a second of the next step are known for any choice, and the best one is taken (`Drafting.verdict`): none
 where all would lose, at one request as at many, looked up or made by a model. Every 32 steps, later 128, one request in
@@ -43,7 +43,11 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 
 _REMEMBERED = 0.98
-"""Weight of a step after the next one: about the last fifty count."""
+"""Weight of a draft after the next one of its place, in the rate of all requests: about the last fifty count."""
+_REMEMBERED_STEP = 0.95
+"""Weight of a step after the next one of its size: about the last twenty count."""
+_ALIKE = 4
+"""Sizes are alike up to so many times each other."""
 _MIN_STEPS = 16
 """Steps below which nothing is known."""
 _MAX_TIMES = 3.0
@@ -197,12 +201,16 @@ def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
 
 
 class StepTimes:
-    """What a position adds to a step, by the steps so far: about `a + b n` seconds for `n` positions, fitted by least
-    squares that forget."""
+    """What a position adds to a step, by the steps so far: near a size about `a + b n` seconds for `n` positions.
+
+    Steps are remembered by size (`_size_class`), the latest of each, and fitted by least squares over those whose sizes
+    are like the one asked for (`_ALIKE`), or over all where these tell nothing: no one line is right for all sizes, and
+    what a step of many requests takes must not decide on the drafts of the one that comes after them.
+    """
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5
-        """Of weights, positions, their squares, seconds, and positions times seconds."""
+        self._sums: dict[int, tuple[float, float, float]] = {}
+        """By class of size, the weight of its steps, and its weighted positions and seconds."""
         self._steps = 0
 
     def saw(self, positions: int, seconds: float) -> None:
@@ -212,29 +220,41 @@ class StepTimes:
         if (expected := self.seconds(positions)) is not None:
             seconds = min(seconds, _MAX_TIMES * expected)  # Something else was in the way.
         self._steps += 1
-        terms = (1.0, positions, positions * positions, seconds, positions * seconds)
-        self._sums = [_REMEMBERED * old + new for old, new in zip(self._sums, terms, strict=True)]
+        kind = _size_class(positions)
+        before = self._sums.get(kind, (0.0, 0.0, 0.0))
+        weight, size, total = (_REMEMBERED_STEP * old for old in before)
+        self._sums[kind] = weight + 1.0, size + positions, total + seconds
 
     @property
     def alike(self) -> bool:
-        """Whether enough steps were seen, and all of one size, which doesn't tell what a position adds."""
-        weight, size, squares, *_ = self._sums
-        return self._steps >= _MIN_STEPS and weight * squares - size * size <= 1e-6 * weight * squares
+        """Whether enough steps were seen, and all of about one size, which doesn't tell what a position adds."""
+        return self._steps >= _MIN_STEPS and len(self._sums) == 1
 
     def seconds(self, positions: int) -> float | None:
         """The seconds of a step; None before anything is known."""
-        fit = self.fit()
+        fit = self.fit(positions)
         return None if fit is None else fit[0] + fit[1] * positions
 
-    def fit(self) -> tuple[float, float] | None:
-        """The seconds of a step and of a position, none negative; None while steps were few, or all of one size."""
-        weight, size, squares, seconds, products = self._sums
-        spread = weight * squares - size * size
+    def fit(self, around: int) -> tuple[float, float] | None:
+        """The seconds of a step and of a position, none negative, for steps of about `around` positions; None while
+        steps were few, or all of one size."""
         if self._steps < _MIN_STEPS or self.alike:
             return None
-        slope = max(0.0, (weight * products - size * seconds) / spread)
-        base = (seconds - slope * size) / weight
-        return (base, slope) if base > 0.0 else (0.0, seconds / size)
+        known = [(size / weight, weight, size, total) for weight, size, total in self._sums.values()]
+        near = [one for one in known if max(one[0], around) <= _ALIKE * min(one[0], around)]
+        weights = sizes = squares = seconds = products = 0.0
+        for mean, weight, size, total in near if len(near) > 1 else known:
+            weights, sizes, squares = weights + weight, sizes + size, squares + size * mean
+            seconds, products = seconds + total, products + total * mean
+        slope = max(0.0, (weights * products - sizes * seconds) / (weights * squares - sizes * sizes))
+        base = (seconds - slope * sizes) / weights
+        return (base, slope) if base > 0.0 else (0.0, seconds / sizes)
+
+
+def _size_class(positions: int) -> int:
+    """Sizes of a class count as one: each up to 16 by itself, then an eighth of each octave."""
+    octave = max(0, positions.bit_length() - 4)
+    return 8 * octave + (positions >> octave)
 
 
 class StepVerdict(NamedTuple):
@@ -302,7 +322,7 @@ class Drafting:
         for request in running:
             if not request.draft_rates:
                 request.draft_rates = list(self.rates)
-        fit = self.times.fit()
+        fit = self.times.fit(2 * len(running))  # Between the step without drafts and that with all of them.
         if fit is None:
             draft = len(running) <= self._config.draft_requests and not self.times.alike
             found = StepVerdict(self._config.drafts if draft else 0)

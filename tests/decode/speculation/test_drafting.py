@@ -517,13 +517,27 @@ def test_what_a_position_adds_to_a_step_is_fitted_by_the_latest_steps() -> None:
     for number in range(64):
         assert times.alike == (number >= 16)
         times.saw(4, 0.010)
-    assert times.fit() is None, "steps of one size tell nothing"
+    assert times.fit(4) is None, "steps of one size tell nothing"
     for number in range(300):
         times.saw(4 + number % 5, 0.006 + 0.001 * (4 + number % 5))
-    assert times.fit() == pytest.approx((0.006, 0.001), rel=0.05)
+    assert times.fit(6) == pytest.approx((0.006, 0.001), rel=0.05)
     assert times.seconds(6) == pytest.approx(0.012, rel=0.02)
     times.saw(6, 3600.0)
     assert times.seconds(6) == pytest.approx(0.0125, rel=0.1), "a pause of the machine's counts for little"
+
+
+def test_steps_of_many_requests_do_not_tell_what_a_draft_of_one_costs() -> None:
+    """A batch's lines run in steps of another kind than the stream's that comes after them, and again after those."""
+    times = StepTimes()
+    for _ in range(3):
+        for number in range(40):
+            times.saw(1 + number % 5, 0.004 + 0.0002 * (1 + number % 5))
+        for number in range(1000):
+            times.saw(32 + number % 17, 0.015 * (32 + number % 17))
+        base, slope = times.fit(2) or (0.0, 0.0)
+        assert [base + slope * size for size in (1, 5)] == pytest.approx([0.0042, 0.005], rel=0.05)
+        assert slope < 0.0004
+        assert times.seconds(40) == pytest.approx(0.6, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["full+state", "full"])
