@@ -6,9 +6,9 @@ pages for and have drawn while anybody waited (`worker.fair_shares`), and each t
 Running answers aren't cut short for that. Where memory is short, running requests are retracted (`decode.retraction`).
 All queues of requests are here and, for retracted ones, there.
 
-**Background requests** (`Submit.background`) have what others leave: while any other is here they get no pages, and at
-most `decode.background_rows` of them take steps. Where another lacks room one that runs is retracted, and comes back
-when no other waits.
+**Background requests** (`Submit.background`) have what others leave: while any other is here they get no pages, and
+while one runs, or has just come, at most `decode.background_rows` of them take steps. Where another lacks room one
+that runs is retracted, and comes back when no other waits.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        taking = _may_step(self.running, self._config.background_rows)
+        others = self._others_come() or any(not request.submit.background for request in self.running)
+        taking = _may_step(self.running, self._config.background_rows) if others else list(self.running)
         verdict = self._drafting.verdict(taking)
         batch, short = self._able(taking, verdict)
         if short:
@@ -163,6 +164,11 @@ class DecodeScheduler:
             if self.waiting:
                 self._charge(request, 1)
         return batch
+
+    def _others_come(self) -> bool:
+        """Whether a request that isn't a background one came within `decode.background_rest_s`."""
+        since = self._clock.now() - self._config.background_rest_s
+        return any(request.arrived > since and not request.submit.background for request in self._requests)
 
     def _able(
         self, taking: Sequence[DecodeRequest], verdict: StepVerdict | None
@@ -274,9 +280,7 @@ def _gives_way(running: Iterable[DecodeRequest], request: DecodeRequest) -> Deco
 
 
 def _may_step(running: Iterable[DecodeRequest], rows: int) -> list[DecodeRequest]:
-    """Return those of `running` that may take a step, in turn: of background ones beside others the first `rows`."""
+    """Return those of `running` that may take a step beside others, in turn: of background ones the first `rows`."""
     here = list(running)
-    if all(one.submit.background for one in here):
-        return here
     first = [one for one in here if one.submit.background][:rows]
     return [one for one in here if not one.submit.background or one in first]

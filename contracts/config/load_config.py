@@ -399,7 +399,7 @@ _MAY_BE_ZERO = {
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated", "cluster.workers_per_core", "cluster.starts_at_once",
     "batch.free_bytes", "batch.quiet_s", "decode.background_rows", "prefill.background_tokens",
-    "prefill.background_rest_s",
+    "prefill.background_rest_s", "decode.background_rest_s",
     "router.kept_records", "router.kept_refusals", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 

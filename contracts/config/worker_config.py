@@ -163,6 +163,9 @@ class DecodeConfig:
     background_rows: int = 0
     """Background requests (of batches, or of a priority of -1000000 or less) that take steps beside others. 0: none:
     they take steps while no other request runs here, so that others' tokens don't wait for theirs."""
+    background_rest_s: float = 0.5
+    """For so long after another request has come they take no more steps either while its prompt isn't here: it would
+    wait for theirs. 0: until it runs."""
     draft_requests: int = 4
     """While so many requests run, at most, all of them have drafts before it is known what these cost. From then on
     requests have as many as pay, however many run: by how often drafts are right and what a position adds to a step."""

@@ -276,6 +276,24 @@ def test_background_requests_take_steps_only_while_no_other_runs() -> None:
     _end(parts, batch)
 
 
+def test_background_requests_rest_while_the_prompt_of_one_that_just_came_is_under_way() -> None:
+    """Its first step would wait for theirs. A prompt that takes longer stops them no longer."""
+    parts = DecodeParts(decode={"background_rest_s": 2.0})
+    (batch,) = parts.run("a", priority=BACKGROUND)
+    parts.clock.advance(60.0)
+    arriving = parts.ask("b", priority=BACKGROUND + 1)
+    assert parts.scheduler.next_batch() == []
+    parts.clock.advance(1.9)
+    assert parts.scheduler.next_batch() == []
+    parts.clock.advance(0.2)
+    assert parts.scheduler.next_batch() == [batch]
+    parts.scheduler.launched([batch])
+    batch.commit([1])
+    another = parts.ask("c", priority=BACKGROUND)
+    assert parts.scheduler.next_batch() == [batch], "one of their own stops nobody"
+    _end(parts, batch, arriving, another)
+
+
 def test_so_many_background_rows_as_are_configured_go_beside_others() -> None:
     parts = DecodeParts(decode={"background_rows": 1})
     first, second = parts.run("a", "b", priority=BACKGROUND)
