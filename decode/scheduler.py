@@ -148,7 +148,9 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        others = self._others_come() or any(not request.submit.background for request in self.running)
+        since = self._clock.now() - self._config.background_rest_s
+        came = [request for request in self._requests if request.arrived > since]
+        others = any(not request.submit.background for request in (*came, *self.running))
         taking = _may_step(self.running, self._config.background_rows) if others else list(self.running)
         verdict = self._drafting.verdict(taking)
         batch, short = self._able(taking, verdict)
@@ -164,11 +166,6 @@ class DecodeScheduler:
             if self.waiting:
                 self._charge(request, 1)
         return batch
-
-    def _others_come(self) -> bool:
-        """Whether a request that isn't a background one came within `decode.background_rest_s`."""
-        since = self._clock.now() - self._config.background_rest_s
-        return any(request.arrived > since and not request.submit.background for request in self._requests)
 
     def _able(
         self, taking: Sequence[DecodeRequest], verdict: StepVerdict | None
