@@ -159,10 +159,15 @@ class SimClients:
             return
         alive = self._alive()
         if not alive:
-            self._run.agenda.after(_RETRY_S, lambda: self._ask(client))
+            self._run.agenda.after(_RETRY_S, partial(self._ask_again, client, client.tries))
             return
         client.router = alive[client.ask.number % len(alive)]
         self._ask_it(client)
+
+    def _ask_again(self, client: SimClient, tries: int) -> None:
+        """Ask once more, unless the client has since: its router may have died meanwhile."""
+        if client.tries == tries:
+            self._ask(client)
 
     def _ask_it(self, client: SimClient) -> None:
         """Ask the router that the client has a connection to."""
@@ -359,7 +364,8 @@ class SimClients:
         self._run.counts["asked_of_a_sleeper"] += 1
         if waited_s > WAKE_S and not any(self._run.counts[kind] for kind in self._faults):
             self._run.violated(f"request {ask.number} has waited {waited_s:.1f} s for a cluster to wake")
-        self._run.agenda.after(_RETRY_S, partial(self._ask, self._by_number[ask.number]))
+        client = self._by_number[ask.number]
+        self._run.agenda.after(_RETRY_S, partial(self._ask_again, client, client.tries))
 
     def on_redraw(self, ask: ScenarioRequest) -> None:
         client = self._by_number[ask.number]
