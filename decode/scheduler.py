@@ -149,9 +149,8 @@ class DecodeScheduler:
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
         since = self._clock.now() - self._config.background_rest_s
-        came = [request for request in self._requests if request.arrived > since]
-        others = any(not request.submit.background for request in (*came, *self.running))
-        taking = _may_step(self.running, self._config.background_rows) if others else list(self.running)
+        came = (request for request in self._requests if request.arrived > since)
+        taking = _may_step(self.running, came, self._config.background_rows)
         verdict = self._drafting.verdict(taking)
         batch, short = self._able(taking, verdict)
         if short:
@@ -276,8 +275,12 @@ def _gives_way(running: Iterable[DecodeRequest], request: DecodeRequest) -> Deco
     return None if request.submit.background else min(able, key=lambda one: one.generated, default=None)
 
 
-def _may_step(running: Iterable[DecodeRequest], rows: int) -> list[DecodeRequest]:
-    """Return those of `running` that may take a step beside others, in turn: of background ones the first `rows`."""
+def _may_step(running: Iterable[DecodeRequest], came: Iterable[DecodeRequest], rows: int) -> list[DecodeRequest]:
+    """Return those of `running` that may take a step, in turn: of background ones the first `rows`, where others run or
+    are among those that `came` lately."""
     here = list(running)
-    first = [one for one in here if one.submit.background][:rows]
+    background = [one for one in here if one.submit.background]
+    if not background or (len(background) == len(here) and all(one.submit.background for one in came)):
+        return here
+    first = background[:rows]
     return [one for one in here if not one.submit.background or one in first]

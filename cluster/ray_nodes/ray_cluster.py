@@ -297,15 +297,18 @@ def _parts_of_one_machine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dashboard_if(wanted: bool) -> Iterator[None]:
-    """Have Ray start its dashboard's server within this context if it is `wanted`. Ray would start it all the same, to
-    count its users, and a node agent that serves it: two seconds of a processor, and 150 MB."""
+    """Have Ray start its dashboard's server within this context only if it is `wanted`.
+
+    Ray starts one all the same, to count its users, and looks for the dashboard's packages before: two seconds of a
+    processor. Its node agent serves nothing then, as where Ray is installed without its dashboard.
+    """
     from ray._private import utils  # noqa: PLC2701  (Ray has no public names for these)
     from ray._private.node import Node  # noqa: PLC2701
 
     plain = Node.start_api_server, utils.get_dashboard_dependency_error
     if not wanted:
         Node.start_api_server = lambda *_, **__: None
-        utils.get_dashboard_dependency_error = lambda: ImportError("not wanted")  # As where it isn't installed.
+        utils.get_dashboard_dependency_error = lambda: ImportError("not wanted")
     try:
         yield
     finally:

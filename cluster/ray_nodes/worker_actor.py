@@ -11,6 +11,7 @@ launchers that come after this one.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name, p
 from twinpool.cluster.worker_process.worker_process import TERMINATED, NextPlan, PlannedWorkers, run_worker
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.python_command import COLLECT_AFTER
 
 NODE_LABEL = "ray.io/node-id"
 PLACE_WAIT_S = 5.0
@@ -259,6 +261,7 @@ class WorkerActor:
     """The Ray actor of one rank of one incarnation of a worker, of either role."""
 
     def __init__(self, plan: WorkerPlan) -> None:
+        gc.set_threshold(*COLLECT_AFTER)  # Before it imports torch.
         self._plan, self._held = plan, rank_resources(plan)
         self._workers = PlannedWorkers()
         self._next = NextPlan()

@@ -59,7 +59,6 @@ from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.rank_orders import LeaveRole
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import RankNode, WorkerRecord
-from twinpool.contracts.python_command import COLLECT_AFTER
 from twinpool.contracts.sampling_params import WeightsVersion
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import HangFault, hang_at, via_proxy
@@ -204,7 +203,6 @@ class PlannedWorkers:
 
 def _import_packages() -> None:
     """Load what workers are made of, torch with it: seconds of processor time."""
-    gc.set_threshold(*COLLECT_AFTER)
     import twinpool.cluster.assembly.build_worker  # noqa: F401
 
     freeze_modules()
